@@ -1,0 +1,461 @@
+"""Supervised fine-tuning: stage 1, from demonstrations to the policy that reinforcement starts from.
+
+Maximum likelihood of the completion y of a prompt x, as in the first step of InstructGPT (Ouyang et al.,
+arXiv 2203.02155, section 3.5):
+
+    loss = -1/N_tok * sum_t log pi_theta(y_t | x, y_<t)
+
+The sum runs over the tokens of the completion and the EOS that ends it, and over nothing else: not the prompt, not
+padding. N_tok counts them over the whole batch of all ranks and micro-batches. Prompt and completion are tokenized
+apart, since later the policy sees the prompt's tokens alone and goes on from there.
+
+Left out: packing of examples into one row (rows of like length go together instead), LoRA, sharded models.
+
+    python sft.py
+    torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-0.5B --dataset demonstrations.jsonl --dtype bfloat16
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field, make_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import transformers  # loads its classes when they are first named, so --help need not wait for them
+import tyro
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its data, see toy/README.md
+
+
+@dataclass
+class Experiment:
+    exp_name: str = Path(__file__).stem
+    """Name of the run; its folder is <runs_dir>/<exp_name>__<seed>__<time>."""
+    seed: int = 1
+    """Seeds the order of the examples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA if there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the forward passes (autocast). Weights and optimizer state are float32 either way."""
+
+
+@dataclass
+class ModelAndData:
+    model: str = str(TOY / "base")
+    """Model to start from: hub id or folder of a causal LM with its tokenizer."""
+    dataset: str = str(TOY / "demonstrations.jsonl")
+    """Hub id, .jsonl or .parquet with `prompt` and `completion` (texts or chat messages), or a chat in `messages`."""
+    dataset_split: str = "train"
+    """Split of a hub dataset."""
+    eval_size: int = 256
+    """So many examples, the last of the dataset, are held out for evaluation; 0 holds out none."""
+    max_length: int = 1024
+    """Longer examples (in tokens) are left out."""
+
+
+@dataclass
+class Optimization:
+    num_epochs: int = 4
+    """Passes over the examples."""
+    shuffle: bool = True
+    """A new order for each pass; --no_shuffle keeps the order of the file, for a curriculum."""
+    batch_size: int = 128
+    """Examples per optimizer step, over all ranks."""
+    micro_batch_size: int = 128
+    """Examples per forward pass on each rank: memory only, results do not depend on it."""
+    learning_rate: float = 1e-3
+    """AdamW's peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after the warm-up: held, or decayed to 0 at the end."""
+    warmup_iterations: int = 20
+    """The learning rate rises linearly over so many optimizer steps."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient is clipped to this norm, over all parameters."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass
+class EvaluationAndLogging:
+    runs_dir: str = "runs"
+    """Parent of the run folder, which gets args.json, metrics.jsonl, samples.jsonl, checkpoints/ and model/."""
+    eval_every: int = 100
+    """Loss on the held-out examples every so many optimizer steps, before the first and after the last; 0 never."""
+    log_every: int = 20
+    """A line of output every so many optimizer steps; metrics.jsonl gets every one."""
+    num_samples: int = 3
+    """So many held-out prompts with greedy completions go to samples.jsonl and the terminal at each evaluation."""
+    save_every: int = 200
+    """Checkpoint every so many optimizer steps, and after the last; 0 only then."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are deleted."""
+    resume: str | None = None
+    """Run folder to go on with from its last checkpoint, under the same flags."""
+    track: bool = False
+    """Log to Weights & Biases too; WANDB_MODE=offline works."""
+    wandb_project: str = "rlhf-by-diff"
+    """Project of --track."""
+    wandb_entity: str | None = None
+    """Team of --track; None is your own."""
+
+
+@dataclass
+class Args(EvaluationAndLogging, Optimization, ModelAndData, Experiment):
+    """Every flag, flat. The groups are base classes only so that --help can show them as groups."""
+
+
+def parse_args() -> Args:
+    """The command line as Args. tyro draws a box of --help around each nested group; flags carry no prefix."""
+    groups = [base for base in reversed(Args.__mro__) if base not in (object, Args)]
+    flags = make_dataclass("Flags", [(group.__name__, group, field(default_factory=group)) for group in groups])
+    flags = tyro.cli(tyro.conf.OmitArgPrefixes[flags], description=__doc__, use_underscores=True)
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+
+
+def say(text: str, file=None) -> None:
+    """Print on rank 0, above the progress bar."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(text, file=file)
+
+
+def fail(message: str) -> None:
+    """End with one sentence and exit code 2."""
+    say(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args, world_size: int) -> None:
+    """Refuse numbers and sizes that do not work out, before anything is loaded."""
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            fail(f"--{name} {value}: must be a number of 0 or more")
+    positive = (
+        "batch_size micro_batch_size num_epochs log_every keep_checkpoints max_length learning_rate max_grad_norm"
+    )
+    for name in positive.split():
+        if not getattr(args, name) > 0:
+            fail(f"--{name} {getattr(args, name)}: must be more than 0")
+    if args.batch_size % world_size:
+        near = -(-args.batch_size // world_size) * world_size
+        fail(f"--batch_size {args.batch_size}: is no multiple of {world_size} ranks; {near} would be")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds no CUDA device; take cpu or auto")
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over all ranks; x itself on one rank. Every rank must call it."""
+    if dist.is_initialized():
+        x = x.clone()  # all_reduce works in place and returns nothing
+        dist.all_reduce(x)
+    return x
+
+
+def load(auto_class, name: str, flag: str, **options):
+    """auto_class.from_pretrained, ending with a sentence where that does not work."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
+
+
+def load_policy(name: str, flag: str, device: torch.device):
+    """A causal LM in float32 and in eval mode for good: with dropout pi_old would differ from pi_theta at the start."""
+    return load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32).to(device).eval()
+
+
+def encode(tokenizer, row: dict) -> dict:
+    """An example as its tokens: `ids` of prompt, completion and EOS, of which the first `prompt_length` are given."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if "messages" in row:
+        prompt, completion = row["messages"][:-1], row["messages"][-1:]
+    if isinstance(prompt, str):
+        prompt_ids = tokenizer(prompt)["input_ids"]
+    else:
+        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    text = completion if isinstance(completion, str) else completion[0]["content"]
+    ids = prompt_ids + tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return {"ids": ids, "prompt_length": len(prompt_ids), "prompt": prompt, "completion": text}
+
+
+def load_rows(args, tokenizer) -> list[dict]:
+    """The dataset as encoded examples, those that are too long left out."""
+    import datasets  # here, since --help need not wait for it
+
+    datasets.disable_progress_bars()
+    file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(args.dataset).suffix)
+    source = {"path": args.dataset, "split": args.dataset_split}
+    if file_type:
+        source = {"path": file_type, "data_files": args.dataset, "split": "train"}
+    try:
+        rows = datasets.load_dataset(**source).to_list()
+    except Exception as error:  # a file or the hub can fail in many ways
+        reason = str(error).splitlines()[0]
+        fail(f"--dataset {args.dataset}: cannot be read ({reason}); give a .jsonl, a .parquet or a hub id")
+    if not rows or not ({"prompt", "completion"} <= rows[0].keys() or "messages" in rows[0]):
+        fail(
+            f"--dataset {args.dataset}: needs the columns `prompt` and `completion`, or `messages`; rename or add them"
+        )
+    encoded = [encode(tokenizer, row) for row in rows]
+    kept = [row for row in encoded if len(row["ids"]) <= args.max_length]
+    say(f"dataset: {len(kept)} examples, {len(rows) - len(kept)} left out as longer than {args.max_length} tokens")
+    return kept
+
+
+def collate(rows: list[dict], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids, attention_mask and completion_mask of examples, each (b, L), padded on the right."""
+    width = max(len(row["ids"]) for row in rows)
+    lengths = torch.tensor([len(row["ids"]) for row in rows], device=device)
+    starts = torch.tensor([row["prompt_length"] for row in rows], device=device)
+    input_ids = torch.tensor([row["ids"] + [pad_id] * (width - len(row["ids"])) for row in rows], device=device)
+    column = torch.arange(width, device=device)
+    attended = column < lengths[:, None]
+    return input_ids, attended.long(), attended & (column >= starts[:, None])
+
+
+def completion_loss(model, input_ids, attention_mask, completion_mask, num_tokens) -> torch.Tensor:
+    """Negative log-likelihood of the completions: the sum over their tokens here, over num_tokens of the whole batch.
+
+    The label of a position is the next token, so the mask moves with it: the last prompt position predicts the first
+    token of the completion, and the last of its words predicts EOS.
+    """
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (b, L-1, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none")  # (b, L-1)
+    return losses.masked_fill(~completion_mask[:, 1:], 0.0).sum() / num_tokens
+
+
+def num_completion_tokens(rows: list[dict]) -> int:
+    return sum(len(row["ids"]) - row["prompt_length"] for row in rows)
+
+
+def learning_rate_at(args, iteration: int, num_iterations: int) -> float:
+    """Learning rate of an iteration, counted from 1."""
+    progress = (iteration - 1) / num_iterations
+    decay = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return args.learning_rate * min(1.0, iteration / (args.warmup_iterations + 1)) * decay[args.lr_schedule]
+
+
+def checkpoint_layers(model, on: bool) -> None:
+    """Switch gradient checkpointing on for the update, off for generation, which needs its cache.
+
+    transformers checkpoints a layer in training mode. That is set on the layers alone, so that dropout stays off below.
+    """
+    for module in model.modules():
+        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            module.training = on
+
+
+def write_file(path: Path, write) -> None:
+    """write(file) under a temporary name, sync, rename: whatever happens, path holds the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
+    """All that the next iteration needs. No generator's state: every iteration seeds its own."""
+    state = {name: part.state_dict() for name, part in stateful.items()}
+    state |= {"iteration": iteration, "world_size": world_size}
+    write_file(run_dir / "checkpoints" / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
+    for old in sorted((run_dir / "checkpoints").glob("*.pt"))[: -args.keep_checkpoints]:
+        old.unlink()
+
+
+def load_checkpoint(args, world_size: int) -> dict:
+    """The last checkpoint of --resume, on the CPU. Refuses flags that would make the rest of the run another one."""
+    checkpoints = sorted(Path(args.resume, "checkpoints").glob("*.pt"))
+    if not checkpoints:
+        fail(f"--resume {args.resume}: has no checkpoints/*.pt; give the folder of a run that has saved one")
+    free = (
+        "resume runs_dir eval_every log_every num_samples save_every keep_checkpoints track wandb_project wandb_entity"
+    )
+    free = {*free.split(), *(["num_epochs"] if args.lr_schedule == "constant" else [])}
+    before, now = json.loads(Path(args.resume, "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+    for name in sorted(now.keys() - free):
+        if before.get(name) != now[name]:
+            fail(f"--{name} {now[name]}: the run to resume has {before.get(name)}; give that, or start a new run")
+    state = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
+    if state["world_size"] != world_size:
+        fail(f"--resume {args.resume}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
+    return state
+
+
+def open_run_folder(args, iteration: int, num_iterations: int) -> Path:
+    """Make the run folder with args.json and this script in it, or take up the old one, cut back to iteration."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = Path(args.resume) if args.resume else Path(args.runs_dir, name)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+    for path in run_dir.glob("*.jsonl") if iteration < num_iterations else ():
+        lines = [line for line in map(json.loads, path.open()) if line["iteration"] <= iteration]
+        if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
+            lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
+            lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        write_file(path, lambda file, text=text: file.write(text))
+    return run_dir
+
+
+def start_tracking(args, run_dir: Path):
+    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on."""
+    import wandb  # here, since without --track it need not be there
+
+    project = {"project": args.wandb_project, "entity": args.wandb_entity}
+    return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+
+
+def main(args) -> None:
+    """Train. Every rank runs this; rank 0 speaks and writes."""
+    # 1. Setup: device and ranks, data, model, optimizer
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_args(args, world_size)
+    checkpoint = load_checkpoint(args, world_size) if args.resume else None
+    use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+    transformers.utils.logging.disable_progress_bar()
+
+    tokenizer = load(transformers.AutoTokenizer, args.model, "model")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model {args.model}: its tokenizer has no EOS token, so no completion could end; set one and save it")
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    rows = load_rows(args, tokenizer)
+    split = max(0, len(rows) - args.eval_size)
+    rows, eval_rows = rows[:split], rows[split:]
+    if len(rows) < args.batch_size:
+        fail(f"--batch_size {args.batch_size}: more than the {len(rows)} examples (after --eval_size {args.eval_size})")
+    steps_per_epoch = len(rows) // args.batch_size
+    num_iterations = args.num_epochs * steps_per_epoch
+    policy = load_policy(args.model, "model", device)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
+
+    stateful = {"policy": policy, "optimizer": optimizer}
+    start = checkpoint["iteration"] if checkpoint else 0
+    for name, part in stateful.items() if checkpoint else ():
+        part.load_state_dict(checkpoint[name])
+    model = DistributedDataParallel(policy, broadcast_buffers=False) if world_size > 1 else policy
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+    # 2. The run folder, and the arithmetic of the run
+    run_dir = open_run_folder(args, start, num_iterations) if rank == 0 else None
+    tracker = start_tracking(args, run_dir) if rank == 0 and args.track else None
+    local_batch = args.batch_size // world_size
+    say(f"{args.exp_name}: {policy.num_parameters():,} parameters on {world_size} x {device.type}, writes to {run_dir}")
+    say(f"{args.num_epochs} epochs x {steps_per_epoch} steps on {args.batch_size} examples, {local_batch} a rank")
+    bar = tqdm(total=num_iterations, initial=start, disable=rank > 0 or not sys.stderr.isatty(), dynamic_ncols=True)
+
+    @torch.no_grad()
+    def evaluate_and_log(iteration: int, metrics: dict) -> None:
+        samples = []
+        due = args.eval_every and (iteration % args.eval_every == 0 or iteration == num_iterations)
+        if eval_rows and due:
+            num_tokens, loss = num_completion_tokens(eval_rows), torch.zeros((), device=device)
+            mine = eval_rows[rank::world_size]
+            for i in range(0, len(mine), args.micro_batch_size):
+                with autocast():
+                    batch = collate(mine[i : i + args.micro_batch_size], pad_id, device)
+                    loss += completion_loss(policy, *batch, num_tokens)
+            metrics["eval/loss"] = float(all_sum(loss))
+            say(f"held out, after {iteration} steps    loss {metrics['eval/loss']:.4f}")
+        if eval_rows and due and rank == 0:
+            for row in eval_rows[: args.num_samples]:
+                prompt_ids = torch.tensor([row["ids"][: row["prompt_length"]]], device=device)
+                room = args.max_length - row["prompt_length"]
+                output = policy.generate(
+                    prompt_ids, do_sample=False, max_new_tokens=min(room, 256), pad_token_id=pad_id
+                )
+                text = tokenizer.decode(output[0, row["prompt_length"] :])
+                samples.append(
+                    {"split": "held out", "prompt": row["prompt"], "response": text, "right": row["completion"]}
+                )
+                say(f"    {row['prompt']!r} -> {text!r}")
+        for name, lines in {"metrics.jsonl": [metrics], "samples.jsonl": samples}.items() if rank == 0 else ():
+            with Path(run_dir, name).open("a") as file:
+                file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
+        if tracker:
+            tracker.log(metrics, step=iteration)
+
+    if start == 0:
+        evaluate_and_log(0, {})
+    for iteration in range(start + 1, num_iterations + 1):
+        # 3. The batch: this rank's part of the next examples, those of like length together
+        began = time.perf_counter()
+        epoch, step = divmod(iteration - 1, steps_per_epoch)
+        order = torch.arange(len(rows))
+        if args.shuffle:
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
+        order = order[step * args.batch_size : (step + 1) * args.batch_size]
+        num_tokens = num_completion_tokens([rows[i] for i in order])  # of all ranks: each knows the whole batch
+        mine = sorted((rows[i] for i in order.chunk(world_size)[rank]), key=lambda row: len(row["ids"]))
+
+        # 4. The optimizer step, its gradient summed over micro-batches and ranks
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(args, iteration, num_iterations)
+        loss = torch.zeros((), device=device)
+        checkpoint_layers(policy, args.gradient_checkpointing)
+        for i in range(0, local_batch, args.micro_batch_size):
+            batch = collate(mine[i : i + args.micro_batch_size], pad_id, device)
+            more = world_size > 1 and i + args.micro_batch_size < local_batch
+            with model.no_sync() if more else contextlib.nullcontext():  # ranks exchange gradients once per step
+                with autocast():
+                    mb_loss = completion_loss(model, *batch, num_tokens)
+                (mb_loss * world_size).backward()  # DistributedDataParallel averages over ranks, we want the sum
+            loss += mb_loss.detach()
+        checkpoint_layers(policy, False)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # 5. Log, evaluate, save
+        seconds = time.perf_counter() - began
+        metrics = {"loss": float(all_sum(loss)), "grad_norm": float(grad_norm)}
+        metrics["learning_rate"] = learning_rate_at(args, iteration, num_iterations)
+        metrics |= {"tokens_per_second": num_tokens / seconds, "seconds/update": seconds}
+        line = f"loss {metrics['loss']:.4f}   {metrics['tokens_per_second']:6.0f} tokens/s"
+        bar.update()
+        bar.set_postfix_str(line)
+        if iteration % args.log_every == 0 or iteration in (1, num_iterations):
+            say(f"step {iteration:5d} of {num_iterations}   {line}")
+        evaluate_and_log(iteration, metrics)
+        if rank == 0 and (iteration == num_iterations or (args.save_every and iteration % args.save_every == 0)):
+            save_checkpoint(args, run_dir, iteration, world_size, stateful)
+
+    # 6. The result, as a Hugging Face folder
+    bar.close()
+    if rank == 0:
+        policy.save_pretrained(run_dir / "model")
+        tokenizer.save_pretrained(run_dir / "model")
+        say(f"saved {run_dir / 'model'}")
+    if tracker:
+        tracker.finish()
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(parse_args())
