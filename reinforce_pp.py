@@ -275,7 +275,7 @@ def load(auto_class, name: str, flag: str, **options):
     try:
         return auto_class.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
 
 
@@ -299,7 +299,7 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     try:
         rows = datasets.load_dataset(**source).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
-        fail(f"--{flag} {name}: cannot be read ({str(error).splitlines()[0]}); give a .jsonl, a .parquet or a hub id")
+        fail(f"--{flag} {name}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
     for column in ["prompt", "answer"] if args.reward == "exact_answer" else ["prompt"]:
         if not rows or column not in rows[0]:
             fail(f"--{flag} {name}: has no column `{column}`, which --reward {args.reward} needs; rename or add it")
@@ -773,6 +773,7 @@ def main(args) -> None:
     if tracker:
         tracker.finish()
     if world_size > 1:
+        del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
 
 

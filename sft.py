@@ -169,7 +169,7 @@ def load(auto_class, name: str, flag: str, **options):
     try:
         return auto_class.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
 
 
@@ -204,8 +204,7 @@ def load_rows(args, tokenizer) -> list[dict]:
     try:
         rows = datasets.load_dataset(**source).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
-        reason = str(error).splitlines()[0]
-        fail(f"--dataset {args.dataset}: cannot be read ({reason}); give a .jsonl, a .parquet or a hub id")
+        fail(f"--dataset {args.dataset}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
     if not rows or not ({"prompt", "completion"} <= rows[0].keys() or "messages" in rows[0]):
         fail(
             f"--dataset {args.dataset}: needs the columns `prompt` and `completion`, or `messages`; rename or add them"
@@ -333,10 +332,8 @@ def main(args) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    if world_size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
-    transformers.utils.logging.disable_progress_bar()
 
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = load(transformers.AutoTokenizer, args.model, "model")
     if tokenizer.eos_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no EOS token, so no completion could end; set one and save it")
@@ -353,12 +350,14 @@ def main(args) -> None:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
-
     stateful = {"policy": policy, "optimizer": optimizer}
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
         part.load_state_dict(checkpoint[name])
-    model = DistributedDataParallel(policy, broadcast_buffers=False) if world_size > 1 else policy
+    model = policy
+    if world_size > 1:
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+        model = DistributedDataParallel(policy, broadcast_buffers=False)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
     # 2. The run folder, and the arithmetic of the run
@@ -454,6 +453,7 @@ def main(args) -> None:
     if tracker:
         tracker.finish()
     if world_size > 1:
+        del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
 
 

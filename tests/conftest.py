@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+os.environ["WANDB_MODE"] = "disabled"
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICY_SCRIPTS = ["reinforce_pp"]
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "disabled"
 
 
 @pytest.fixture(params=POLICY_SCRIPTS)
@@ -89,7 +91,7 @@ def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subp
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run([*start, *map(str, command)], capture_output=True, text=True, **options)
+    result = subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=300, **options)
     if check and result.returncode != 0:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
