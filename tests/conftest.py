@@ -12,8 +12,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ["WANDB_MODE"] = "disabled"
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICY_SCRIPTS = ["reinforce_pp"]

@@ -17,7 +17,7 @@ SCRIPTS = [*POLICY_SCRIPTS, "sft"]
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_flag_in_groups(name):
-    env = os.environ | {"COLUMNS": "200"}
+    env = os.environ | {"COLUMNS": "100"}
     text = launch("-X", "importtime", ROOT / f"{name}.py", "--help", env=env)
     script = importlib.import_module(name)
     lines = text.stdout.splitlines()

@@ -1,0 +1,252 @@
+"""Break the scripts in the ways that such code is known to be broken, and check that a test notices each.
+
+    python tests/mutants.py                 all of them, one after the other, some ten minutes on two cores
+    python tests/mutants.py --only kl       those whose name contains kl
+
+A mutant is a copy of the repository in which one line of one script says something else. It must make the tests named
+with it fail. Exit code 1 if one survives.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+RPP, SFT = "reinforce_pp.py", "sft.py"
+RANKS = "tests/test_ranks.py"
+INVARIANT = f"{RANKS} -k float64"
+
+# name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
+MUTANTS = [
+    ("kl sign flipped", RPP, "rewards = -args.kl_coef", "rewards = args.kl_coef", "tests/test_estimator.py"),
+    (
+        "kl leaks from padding",
+        RPP,
+        'rollout["kl"].masked_fill(~mask, 0.0)',
+        'rollout["kl"].nan_to_num(1.0)',
+        "tests/test_estimator.py",
+    ),
+    (
+        "score on every token",
+        RPP,
+        "rewards[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1] += scores",
+        "rewards += scores[:, None]",
+        "tests/test_estimator.py",
+    ),
+    (
+        "return from the left",
+        RPP,
+        "rewards.flip(1).cumsum(1).flip(1)",
+        "rewards.cumsum(1)",
+        "tests/test_estimator.py",
+    ),
+    ("whitening unmasked", RPP, "mean = all_sum(x.sum()) / n", "mean = all_sum(x.mean())", "tests/test_estimator.py"),
+    ("whitening mean per rank", RPP, "mean = all_sum(x.sum()) / n", "mean = x.sum() / mask.sum()", INVARIANT),
+    (
+        "whitening variance per rank",
+        RPP,
+        "variance = all_sum(centered.square().sum()) / n",
+        "variance = centered.square().sum() / mask.sum()",
+        INVARIANT,
+    ),
+    (
+        "advantage keeps its gradient",
+        RPP,
+        "whiten(returns, mask).detach()",
+        "whiten(returns, mask)",
+        "tests/test_estimator.py",
+    ),
+    (
+        "clip with max",
+        RPP,
+        "-torch.min(unclipped, clipped)",
+        "-torch.max(unclipped, clipped)",
+        "tests/test_estimator.py",
+    ),
+    (
+        "loss over padding",
+        RPP,
+        "(unclipped, clipped).masked_fill(~mask, 0.0)",
+        "(unclipped, clipped)",
+        "tests/test_estimator.py",
+    ),
+    (
+        "eos masked",
+        RPP,
+        "response_mask[rows[running], t] = True",
+        "response_mask[rows[running], t] = ~torch.isin(tokens[running], stop_ids)",
+        "tests/test_rollout.py -k eos",
+    ),
+    (
+        "mask from the pad id",
+        RPP,
+        "responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]",
+        "responses, response_mask = responses[:, : t + 1], (responses != pad_id)[:, : t + 1]",
+        "tests/test_rollout.py -k eos",
+    ),
+    (
+        "one eos id of several",
+        RPP,
+        "{tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}",
+        "{tokenizer.eos_token_id}",
+        "tests/test_rollout.py -k greedy",
+    ),
+    (
+        "generation config bends sampling",
+        RPP,
+        "(logits / args.temperature).softmax(-1)",
+        "(logits / model.generation_config.temperature).softmax(-1)",
+        "tests/test_rollout.py -k softmax",
+    ),
+    (
+        "top-k of the generation config",
+        RPP,
+        "(logits / args.temperature).softmax(-1)",
+        "(logits.topk(18).values[:, -1:].le(logits).log() + logits / args.temperature).softmax(-1)",
+        "tests/test_rollout.py -k softmax",
+    ),
+    ("log-probs without temperature", RPP, "torch.float32)) / temperature", "torch.float32))", "tests/test_rollout.py"),
+    (
+        "log-probs without position ids",
+        RPP,
+        "position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),",
+        "position_ids=None,",
+        "tests/test_rollout.py -k unpadded",
+    ),
+    (
+        "sampling without position ids",
+        RPP,
+        "positions = (mask.cumsum(1) - 1).clamp(min=0)  # as tokens",
+        "positions = torch.ones_like(mask).cumsum(1) - 1  #",
+        "tests/test_rollout.py -k greedy",
+    ),
+    ("dropout on", RPP, ".to(device).eval()", ".to(device).train()", "tests/test_rollout.py -k dropout"),
+    (
+        "dropout on under checkpointing",
+        RPP,
+        "            module.training = on",
+        "            module.train(on)",
+        "tests/test_rollout.py -k dropout",
+    ),
+    (
+        "denominator per micro-batch",
+        RPP,
+        "new_logprobs, num_sequences, num_tokens)",
+        'new_logprobs, num_sequences, mb["response_mask"].sum())',
+        INVARIANT,
+    ),
+    (
+        "denominator per rank",
+        RPP,
+        "num_tokens = all_sum(response_mask[minibatch].sum())",
+        "num_tokens = response_mask[minibatch].sum()",
+        INVARIANT,
+    ),
+    ("mean over ranks, not sum", RPP, "(loss * world_size).backward()", "loss.backward()", INVARIANT),
+    (
+        "ranks never exchange gradients",
+        RPP,
+        "model.no_sync() if world_size > 1 and remaining else",
+        "model.no_sync() if world_size > 1 else",
+        RANKS,
+    ),
+    ("ranks draw the same", RPP, "* 65_537 + rank)", "* 65_537)", f"{RANKS} -k same_prompts"),
+    ("ranks take the same prompts", RPP, ".chunk(world_size)[rank]", ".chunk(world_size)[0]", f"{RANKS} -k apart"),
+    ("micro-batch cut too short", RPP, "x[:, :end] if", "x[:, : max(1, end - 1)] if", "tests/test_rollout.py -k micro"),
+    (
+        "resume without optimizer",
+        RPP,
+        'stateful = {"policy": policy, "optimizer": optimizer}',
+        'stateful = {"policy": policy}',
+        "tests/test_resume.py -k is_exact",
+    ),
+    (
+        "resume draws from the seed again",
+        RPP,
+        "torch.manual_seed((args.seed * 1_000_003 + iteration) * 65_537 + rank)",
+        "iteration == start + 1 and torch.manual_seed(args.seed * 65_537 + rank)",
+        "tests/test_resume.py -k is_exact",
+    ),
+    (
+        "resume logs twice",
+        RPP,
+        'if line["iteration"] <= iteration]',
+        "]",
+        "tests/test_resume.py -k past_the_last",
+    ),
+    ("z-score after clip", RPP, "if args.reward_zscore:", "if False:", "tests/test_reward.py"),
+    (
+        "reward at the last token that is not pad",
+        RPP,
+        "last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)",
+        "last = (torch.arange(ids.shape[1], device=ids.device) * (ids != 1)).argmax(1)",
+        "tests/test_reward.py",
+    ),
+    (
+        "reward model reads foreign ids",
+        RPP,
+        "if reward_tokenizer.get_vocab() != tokenizer.get_vocab():",
+        "if False:",
+        "tests/test_reward.py",
+    ),
+    ("it does not learn", RPP, "                optimizer.step()\n", "", "tests/test_script.py -k learns"),
+    (
+        "it learns the wrong way",
+        RPP,
+        "(loss * world_size).backward()",
+        "(-loss).backward()",
+        "tests/test_script.py -k learns",
+    ),
+    ("loss on the prompt", SFT, "~completion_mask[:, 1:]", "~attention_mask[:, 1:].bool()", "tests/test_sft.py"),
+    ("loss on the wrong token", SFT, "~completion_mask[:, 1:]", "~completion_mask[:, :-1]", "tests/test_sft.py"),
+    ("no eos in the examples", SFT, "+ [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
+    (
+        "sft: mean over ranks",
+        SFT,
+        "(mb_loss * world_size).backward()",
+        "mb_loss.backward()",
+        "tests/test_sft.py -k ranks",
+    ),
+]
+
+
+@dataclass
+class Args:
+    only: str = ""
+    """Only mutants whose name contains this."""
+
+
+def survives(script: str, old: str, new: str, tests: str) -> bool:
+    """Whether the tests still pass with the line changed."""
+    source = (ROOT / script).read_text()
+    if source.count(old) != 1:
+        raise SystemExit(f"{script} has {source.count(old)} places like {old!r}: bring the mutant up to date")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+        (copy / script).write_text(source.replace(old, new))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
+            raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")
+    return result.returncode == 0
+
+
+def main(args: Args) -> None:
+    chosen = [mutant for mutant in MUTANTS if args.only in mutant[0]]
+    survivors = []
+    for name, *mutant in chosen:
+        alive = survives(*mutant)
+        survivors += [name] * alive
+        print(f"{'SURVIVED' if alive else 'noticed ':8s}  {name}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants noticed")
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
