@@ -248,9 +248,7 @@ def check_args(args, world_size: int) -> None:
         near = -(-size // (world_size * k)) * world_size * k
         fail(f"--batch_size {size}: is no multiple of {world_size} ranks x {k} --samples_per_prompt; {near} would be")
     if size // world_size % steps:
-        fail(
-            f"--num_minibatches {steps}: does not divide a rank's {size // world_size} responses; take a divisor of it"
-        )
+        fail(f"--num_minibatches {steps}: does not divide the {size // world_size} responses of a rank; take a divisor")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
 
@@ -291,7 +289,6 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     import datasets  # here, since --help need not wait for it
 
     datasets.disable_progress_bars()
-
     file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
     source = {"path": name, "split": split}
     if file_type:
@@ -355,9 +352,8 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # as tokens; padding does not count
     for t in range(args.max_response_length):
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-        logits = (
-            model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        )  # (b, V)
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1].float()  # (b, V)
         if greedy:
             tokens = logits.argmax(-1)  # (b,)
         else:
@@ -378,6 +374,12 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]  # (B, T)
     attention_mask = torch.cat([prompt_mask, response_mask.to(prompt_mask)], dim=1)  # (B, P+T)
     return torch.cat([prompt_ids, responses], dim=1), attention_mask, response_mask
+
+
+def is_truncated(model, tokenizer, sequences, response_mask) -> torch.Tensor:
+    """(B,) bool: the response in sequences (B, P+T) has no EOS, sampling stopped at max_response_length."""
+    ends = torch.isin(sequences[:, -response_mask.shape[1] :], eos_ids(model, tokenizer))  # (B, T)
+    return ~(ends & response_mask).any(1)
 
 
 def token_logprobs(model, sequences, attention_mask, response_length: int, temperature: float):
@@ -426,7 +428,8 @@ def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mas
     texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, response_mask, strict=True)]
     prompts = [row["prompt"] for row in rows]
     if callable(reward):
-        columns = {name: [row[name] for row in rows] for name in rows[0].keys() - {"prompt", "prompt_ids"}}
+        names = rows[0].keys() - {"prompt", "prompt_ids", "prompts", "completions"}
+        columns = {name: [row[name] for row in rows] for name in names}
         scores = torch.tensor(reward(prompts=prompts, completions=texts, **columns), dtype=torch.float32)
         if scores.shape != (len(rows),) or not scores.isfinite().all():
             fail(f"--reward {args.reward}: must return {len(rows)} finite numbers, one for each completion")
@@ -546,10 +549,10 @@ def load_checkpoint(args, world_size: int) -> dict:
     checkpoints = sorted(Path(args.resume, "checkpoints").glob("*.pt"))
     if not checkpoints:
         fail(f"--resume {args.resume}: has no checkpoints/*.pt; give the folder of a run that has saved one")
-    free = (
-        "resume runs_dir eval_every log_every num_samples save_every keep_checkpoints track wandb_project wandb_entity"
+    free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
+    free |= {"track", "wandb_project", "wandb_entity"} | (
+        {"num_iterations"} if args.lr_schedule == "constant" else set()
     )
-    free = {*free.split(), *(["num_iterations"] if args.lr_schedule == "constant" else [])}
     before, now = json.loads(Path(args.resume, "args.json").read_text()), json.loads(json.dumps(asdict(args)))
     for name in sorted(now.keys() - free):
         if before.get(name) != now[name]:
@@ -629,9 +632,8 @@ def main(args) -> None:
     k, per_step = args.samples_per_prompt, args.batch_size // args.num_minibatches
     say(f"rollout: {num_prompts} prompts x {k} = {args.batch_size} responses, {local_batch} of them on each rank")
     say(f"update: {args.update_epochs} x {args.num_minibatches} optimizer steps of {per_step} responses")
-    bar = tqdm(
-        total=args.num_iterations, initial=start, disable=rank > 0 or not sys.stderr.isatty(), dynamic_ncols=True
-    )
+    hide_bar = rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=args.num_iterations, initial=start, disable=hide_bar, dynamic_ncols=True)
 
     def clock() -> float:
         if use_cuda:
@@ -674,8 +676,7 @@ def main(args) -> None:
 
         # 4. Scores
         raw_scores = score(args, reward, tokenizer, batch, *generated)  # (B,)
-        responses = sequences[:, -response_mask.shape[1] :]  # (B, T)
-        truncated = ~(torch.isin(responses, eos_ids(policy, tokenizer)) & response_mask).any(1)  # (B,)
+        truncated = is_truncated(policy, tokenizer, sequences, response_mask)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
         times.append(clock())
 

@@ -385,9 +385,11 @@ def main(args) -> None:
             for row in eval_rows[: args.num_samples]:
                 prompt_ids = torch.tensor([row["ids"][: row["prompt_length"]]], device=device)
                 room = args.max_length - row["prompt_length"]
-                output = policy.generate(
-                    prompt_ids, do_sample=False, max_new_tokens=min(room, 256), pad_token_id=pad_id
-                )
+                # A generation config of our own, so that the model's does not bend what is shown.
+                ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad_id}
+                greedy = transformers.GenerationConfig(max_new_tokens=min(room, 256), **ends)
+                inputs = {"inputs": prompt_ids, "attention_mask": torch.ones_like(prompt_ids)}
+                output = policy.generate(**inputs, generation_config=greedy)
                 text = tokenizer.decode(output[0, row["prompt_length"] :])
                 samples.append(
                     {"split": "held out", "prompt": row["prompt"], "response": text, "right": row["completion"]}

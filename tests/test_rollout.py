@@ -48,7 +48,7 @@ def test_greedy_equals_transformers_generate(script, model, tokenizer):
     """Row by row without padding, with several EOS ids: rows finish at different times and leave the batch."""
     stop_ids = [1, 4, 9, 12]
     model.generation_config.eos_token_id = stop_ids
-    prompts = [f"{a} {op} {b} ?" for a in range(10) for op in "+-" for b in (2, 7)]
+    prompts = [f"{a} {op} {b} ?" for a in range(10) for op in "+-" for b in ("2", "7 + 1")]  # of uneven length
     args = script.Args(max_response_length=20)
     sequences, attention_mask, response_mask = script.generate(model, tokenizer, prompts, args, greedy=True)
     lengths = response_mask.sum(1)
