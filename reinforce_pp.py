@@ -612,7 +612,7 @@ def main(args) -> None:
     policy = load_policy(args.model, "model", device)
     reference = load_policy(args.ref_model or args.model, "ref_model", device)
     if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.activation_checkpointing_enable({"use_reentrant": False})
     adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
     stateful = {"policy": policy, "optimizer": optimizer}

@@ -347,7 +347,7 @@ def main(args) -> None:
     num_iterations = args.num_epochs * steps_per_epoch
     policy = load_policy(args.model, "model", device)
     if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.activation_checkpointing_enable({"use_reentrant": False})
     adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
     stateful = {"policy": policy, "optimizer": optimizer}

@@ -139,7 +139,7 @@ def gpt2_with_dropout(tmp_path, tokenizer):
 def test_dropout_is_off_and_the_first_ratio_is_one(script, tokenizer, gpt2_with_dropout):
     policy = script.load_policy(gpt2_with_dropout, "model", torch.device("cpu"))
     assert policy.config.resid_pdrop == 0.1
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.activation_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, 19, (4, 10), generator=torch.Generator().manual_seed(0))
     inputs = ids, torch.ones_like(ids), 6, 1.0
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(script, make):
     results = []
     for on in (False, True):
         model, calls = make().eval(), []
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         layer = model.model.layers[0].mlp if hasattr(model, "model") else model.transformer.h[0].mlp
         layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         script.checkpoint_layers(model, on)
