@@ -73,7 +73,7 @@ def last(curve: list[float], n: int = 10) -> float:
 
 def table(results: dict) -> str:
     lines = [
-        "| script | seed | sampled, training: first / last 10 iterations | length: first / last 10 "
+        "| script | seed | sampled accuracy, training: iteration 1 / last 10 | length: iteration 1 / last 10 "
         "| greedy 2-5 | greedy 6 | greedy 8 | KL | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
