@@ -17,7 +17,7 @@ What sets it apart: grpo.py, rloo.py and reinforce_pp_baseline.py compare severa
 needs one; ppo.py learns a critic, remax.py spends a greedy response on the baseline. Here the batch is the baseline.
 
     python reinforce_pp.py
-    torchrun --nproc-per-node 8 reinforce_pp.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset d.jsonl --eval_dataset e.jsonl
+    torchrun --nproc-per-node 8 reinforce_pp.py --model Qwen/Qwen3-0.6B --dataset train.jsonl --eval_dataset test.jsonl
 """
 
 import contextlib
