@@ -66,7 +66,7 @@ class ModelsAndData:
     dataset_split: str = "train"
     """Split of a hub dataset."""
     eval_dataset: str | None = str(TOY / "heldout.jsonl")
-    """Held-out prompts, as --dataset; a column `group` splits the results. None evaluates nothing."""
+    """Held-out prompts, as --dataset (set both); a column `group` splits the results. None evaluates nothing."""
     eval_split: str = "test"
     """Split of a hub dataset for evaluation."""
 
@@ -86,7 +86,8 @@ class Rollout:
 @dataclass
 class Reward:
     reward: str = "exact_answer"
-    """The rule exact_answer (1 or -1), file.py:function (called as TRL's reward functions are), or a reward model."""
+    """The rule exact_answer (1 or -1); file.py:function, called by keyword with the lists prompts, completions (texts)
+    and every other column, which returns a list of numbers; or a reward model: hub id or folder."""
     answer_marker: str = "answer"
     """For exact_answer: what comes after the last occurrence of this must equal the column `answer`."""
     missing_eos_penalty: float = 0.0
@@ -104,11 +105,11 @@ class Optimization:
     num_iterations: int = 80
     """Rollouts in all; update_epochs * num_minibatches optimizer steps follow each."""
     micro_batch_size: int = 64
-    """Responses per forward pass on each rank: memory only, results do not depend on it."""
+    """Responses per forward pass of log-probs, reward model and update on each rank: memory only, same results."""
     learning_rate: float = 2e-4
     """AdamW's peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up: held, or decayed to 0 at num_iterations."""
+    """Factor on the learning rate beside the warm-up: 1, or falling from 1 at first to 0 after the last iteration."""
     warmup_iterations: int = 0
     """The learning rate rises linearly over so many iterations."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -136,7 +137,7 @@ class EvaluationAndLogging:
     keep_checkpoints: int = 2
     """Older checkpoints are deleted."""
     resume: str | None = None
-    """Run folder to go on with from its last checkpoint, under the same flags; --num_iterations may grow."""
+    """Run folder to go on with: from its last checkpoint, under the same flags (a constant rate may go on longer)."""
     track: bool = False
     """Log to Weights & Biases too; WANDB_MODE=offline works."""
     wandb_project: str = "rlhf-by-diff"
@@ -154,7 +155,7 @@ class Estimator:
     kl_coef: float = 0.01
     """beta: weight of the KL penalty in the reward of every token."""
     clip_eps: float = 0.2
-    """eps: the probability ratio gives no gradient beyond 1 - eps and 1 + eps."""
+    """eps: no gradient where the ratio is above 1 + eps and A > 0, or below 1 - eps and A < 0."""
     num_minibatches: int = 2
     """Optimizer steps per pass over the rollout."""
     update_epochs: int = 1
@@ -191,8 +192,8 @@ def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_token
     """PPO's clipped objective, token mean (Eq. 1).
 
     logprobs (B, T) are differentiated; mb holds logprobs (of the sampling policy), advantages and response_mask, all
-    (B, T). The loss is the sum here over num_tokens of the whole optimizer step: sums over micro-batches and ranks are
-    the mean over its tokens. So are the stats.
+    (B, T). num_tokens counts the whole optimizer step: added up over micro-batches and ranks, what each call returns is
+    the mean over all its tokens. The stats likewise.
     """
     mask, advantages = mb["response_mask"], mb["advantages"]
     ratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0).exp()  # (B, T)
@@ -219,15 +220,16 @@ def parse_args() -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
-def say(text: str, file=None) -> None:
+def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text, file=file)
+        tqdm.write(text)
 
 
 def fail(message: str) -> None:
-    """End with one sentence and exit code 2."""
-    say(f"error: {message}", file=sys.stderr)
+    """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
+    if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
+        print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -278,8 +280,12 @@ def load(auto_class, name: str, flag: str, **options):
 
 
 def load_policy(name: str, flag: str, device: torch.device):
-    """A causal LM in float32 and in eval mode for good: with dropout pi_old would differ from pi_theta at the start."""
-    return load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32).to(device).eval()
+    """A causal LM in float32 and in eval mode for good: with dropout pi_theta would not be pi_old at the start."""
+    model = load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32)
+    for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
+        for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+            setattr(module, rate, 0.0)
+    return model.to(device).eval()
 
 
 def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[dict]:
@@ -367,7 +373,7 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
         tokens, positions = tokens[:, None], positions[:, -1:] + 1  # (b, 1)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         if num_running <= 0.75 * len(rows):
-            cache.batch_select_indices(running.nonzero()[:, 0])
+            cache.reorder_cache(running.nonzero()[:, 0])  # every kind of cache layer has it, batch_select_indices not
             rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
             running = running[running]
 
@@ -411,14 +417,21 @@ def load_reward(args, device: torch.device):
     if args.reward == "exact_answer":
         return functools.partial(exact_answer, answer_marker=args.answer_marker)
     path, _, name = args.reward.rpartition(":")
-    if path.endswith(".py"):
+    if args.reward.endswith(".py") or path.endswith(".py"):
         if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(name)):
             fail(f"--reward {args.reward}: there is no function {name} in a file {path}; give path/to/file.py:function")
         return function
     model = load(transformers.AutoModelForSequenceClassification, args.reward, "reward", dtype=torch.float32)
-    if model.config.num_labels != 1 or not hasattr(model, "score"):
-        fail(f"--reward {args.reward}: has {model.config.num_labels} outputs, a reward model has 1; train one for it")
+    if model.config.num_labels != 1:
+        fail(f"--reward {args.reward}: has {model.config.num_labels} outputs, a reward model has 1; give another")
+    if not hasattr(model, "score"):
+        fail(f"--reward {args.reward}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
     return model.to(device).eval(), load(transformers.AutoTokenizer, args.reward, "reward")
+
+
+def autocast(args, device: torch.device):
+    """The context of every forward pass: bfloat16 arithmetic if --dtype says so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 @torch.no_grad()
@@ -449,9 +462,10 @@ def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mas
     for ids, mask in zip(sequences.split(args.micro_batch_size), attention_mask.split(args.micro_batch_size)):
         # Not model(...).logits, which takes the last token that is not the pad id: the wrong one where pad is EOS.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
         last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)  # (b,) the last attended token
-        scores.append(model.score(hidden[torch.arange(len(ids), device=ids.device), last])[:, 0].float())
+        with autocast(args, ids.device):
+            hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+            scores.append(model.score(hidden[torch.arange(len(ids), device=ids.device), last])[:, 0].float())
     return torch.cat(scores)
 
 
@@ -514,7 +528,8 @@ def evaluate(args, model, tokenizer, reward, rows, rank: int, world_size: int) -
     mine, samples = rows[rank::world_size], []
     for start in range(0, len(mine), args.batch_size // world_size):
         chunk = mine[start : start + args.batch_size // world_size]
-        generated = generate(model, tokenizer, [row["prompt_ids"] for row in chunk], args, greedy=True)
+        with autocast(args, model.device):
+            generated = generate(model, tokenizer, [row["prompt_ids"] for row in chunk], args, greedy=True)
         scores = score(args, reward, tokenizer, chunk, *generated)
         index = torch.tensor([groups.index(str(row.get("group", "all"))) for row in chunk], device=model.device)
         totals.index_add_(0, index, torch.stack([scores, scores > 0, torch.ones_like(scores)], dim=1))
@@ -558,6 +573,8 @@ def load_checkpoint(args, world_size: int) -> dict:
         if before.get(name) != now[name]:
             fail(f"--{name} {now[name]}: the run to resume has {before.get(name)}; give that, or start a new run")
     state = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
+    if state["iteration"] > args.num_iterations:
+        fail(f"--num_iterations {args.num_iterations}: the run to resume is at {state['iteration']}; give more")
     if state["world_size"] != world_size:
         fail(f"--resume {args.resume}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
     return state
@@ -571,7 +588,8 @@ def open_run_folder(args, iteration: int) -> Path:
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
     for path in run_dir.glob("*.jsonl") if iteration < args.num_iterations else ():
-        lines = [line for line in map(json.loads, path.open()) if line["iteration"] <= iteration]
+        lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
+        lines = [line for line in lines if line["iteration"] <= iteration]
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
             lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
             lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
@@ -581,7 +599,8 @@ def open_run_folder(args, iteration: int) -> Path:
 
 
 def start_tracking(args, run_dir: Path):
-    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on."""
+    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
+    is told twice, the iterations between the checkpoint and the end."""
     import wandb  # here, since without --track it need not be there
 
     project = {"project": args.wandb_project, "entity": args.wandb_entity}
@@ -611,6 +630,11 @@ def main(args) -> None:
     reward = load_reward(args, device)
     policy = load_policy(args.model, "model", device)
     reference = load_policy(args.ref_model or args.model, "ref_model", device)
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(row["prompt_ids"]) for row in rows + eval_rows)
+    if limit and longest + args.max_response_length > limit:
+        text = f"{longest} tokens of the longest prompt and so many of response are more than the model's {limit}"
+        fail(f"--max_response_length {args.max_response_length}: {text}; lower it, or --max_prompt_length")
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
     adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
@@ -619,11 +643,11 @@ def main(args) -> None:
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
         part.load_state_dict(checkpoint[name])
+    checkpoint = None  # a second copy of everything, which need not stay
     model = policy
     if world_size > 1:
         dist.init_process_group("nccl" if use_cuda else "gloo")
         model = DistributedDataParallel(policy, broadcast_buffers=False)
-    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
     # 2. The run folder, and the arithmetic of the run
     run_dir = open_run_folder(args, start) if rank == 0 else None
@@ -643,8 +667,7 @@ def main(args) -> None:
     def evaluate_and_log(iteration: int, metrics: dict, samples: list[dict]) -> None:
         due = args.eval_every and (iteration % args.eval_every == 0 or iteration == args.num_iterations)
         if eval_rows and due:
-            with autocast():
-                results, held_out = evaluate(args, policy, tokenizer, reward, eval_rows, rank, world_size)
+            results, held_out = evaluate(args, policy, tokenizer, reward, eval_rows, rank, world_size)
             rates = [f"{k.removeprefix('eval/pass_rate/')}: {v:.3f}" for k, v in results.items() if "pass_rate" in k]
             say(f"held out, greedy, after {iteration} iterations    pass rate    " + "    ".join(rates))
             for sample in held_out:
@@ -660,7 +683,7 @@ def main(args) -> None:
         evaluate_and_log(0, {}, [])
     for iteration in range(start + 1, args.num_iterations + 1):
         # Every draw of an iteration follows from (seed, iteration, rank): a resumed run needs no generator's state.
-        torch.manual_seed((args.seed * 1_000_003 + iteration) * 65_537 + rank)
+        torch.manual_seed(((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63)
         times = [clock()]
 
         # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each
@@ -668,7 +691,7 @@ def main(args) -> None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
         order = order[step * num_prompts : (step + 1) * num_prompts].chunk(world_size)[rank]
         batch = [rows[i] for i in order.tolist() for _ in range(args.samples_per_prompt)]
-        with autocast():
+        with autocast(args, device):
             generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
         sequences, attention_mask, response_mask = generated  # (B, P+T), (B, P+T), (B, T)
         rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
@@ -682,7 +705,7 @@ def main(args) -> None:
 
         # 5. Log-probs of the policy that sampled and of the reference; their difference is the KL (k1)
         logprobs, ref_logprobs, entropy = (torch.zeros(response_mask.shape, device=device) for _ in range(3))  # (B, T)
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(args, device):
             for index, mb in micro_batches(rollout, torch.arange(local_batch, device=device), args.micro_batch_size):
                 inputs = mb["sequences"], mb["attention_mask"], mb["response_mask"].shape[1], args.temperature
                 here = index, slice(inputs[2])
@@ -713,7 +736,7 @@ def main(args) -> None:
                     remaining -= len(index)
                     # Ranks exchange gradients once per step, after its last micro-batch.
                     with model.no_sync() if world_size > 1 and remaining else contextlib.nullcontext():
-                        with autocast():
+                        with autocast(args, device):
                             new_logprobs, _ = token_logprobs(model, *inputs)  # (b, t)
                         loss, mb_stats = policy_loss(args, mb, new_logprobs, num_sequences, num_tokens)
                         (loss * world_size).backward()  # DistributedDataParallel averages over ranks, we want the sum

@@ -9,10 +9,10 @@ The sum runs over the tokens of the completion and the EOS that ends it, and ove
 padding. N_tok counts them over the whole batch of all ranks and micro-batches. Prompt and completion are tokenized
 apart, since later the policy sees the prompt's tokens alone and goes on from there.
 
-Left out: packing of examples into one row (rows of like length go together instead), LoRA, sharded models.
+Left out: dropout, packing of examples into one row (rows of like length go together instead), LoRA, sharded models.
 
     python sft.py
-    torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-0.5B --dataset demonstrations.jsonl --dtype bfloat16
+    torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen3-0.6B-Base --dataset train.jsonl --learning_rate 1e-5
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Optimization:
     learning_rate: float = 1e-3
     """AdamW's peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Course of the learning rate after the warm-up: held, or decayed to 0 at the end."""
+    """Factor on the learning rate beside the warm-up: 1, or falling from 1 at first to 0 after the last step."""
     warmup_iterations: int = 20
     """The learning rate rises linearly over so many optimizer steps."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -104,7 +104,7 @@ class EvaluationAndLogging:
     keep_checkpoints: int = 2
     """Older checkpoints are deleted."""
     resume: str | None = None
-    """Run folder to go on with from its last checkpoint, under the same flags."""
+    """Run folder to go on with: from its last checkpoint, under the same flags (a constant rate may go on longer)."""
     track: bool = False
     """Log to Weights & Biases too; WANDB_MODE=offline works."""
     wandb_project: str = "rlhf-by-diff"
@@ -126,15 +126,16 @@ def parse_args() -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
-def say(text: str, file=None) -> None:
+def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text, file=file)
+        tqdm.write(text)
 
 
 def fail(message: str) -> None:
-    """End with one sentence and exit code 2."""
-    say(f"error: {message}", file=sys.stderr)
+    """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
+    if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
+        print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -174,8 +175,12 @@ def load(auto_class, name: str, flag: str, **options):
 
 
 def load_policy(name: str, flag: str, device: torch.device):
-    """A causal LM in float32 and in eval mode for good: with dropout pi_old would differ from pi_theta at the start."""
-    return load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32).to(device).eval()
+    """A causal LM in float32 and in eval mode for good: fine-tuning runs without dropout."""
+    model = load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32)
+    for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
+        for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+            setattr(module, rate, 0.0)
+    return model.to(device).eval()
 
 
 def encode(tokenizer, row: dict) -> dict:
@@ -270,7 +275,7 @@ def write_file(path: Path, write) -> None:
 
 
 def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
-    """All that the next iteration needs. No generator's state: every iteration seeds its own."""
+    """All that the next step needs. No generator's state: the order of the examples follows from seed and epoch."""
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"iteration": iteration, "world_size": world_size}
     write_file(run_dir / "checkpoints" / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
@@ -305,7 +310,8 @@ def open_run_folder(args, iteration: int, num_iterations: int) -> Path:
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
     for path in run_dir.glob("*.jsonl") if iteration < num_iterations else ():
-        lines = [line for line in map(json.loads, path.open()) if line["iteration"] <= iteration]
+        lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
+        lines = [line for line in lines if line["iteration"] <= iteration]
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
             lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
             lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
@@ -345,6 +351,10 @@ def main(args) -> None:
         fail(f"--batch_size {args.batch_size}: more than the {len(rows)} examples (after --eval_size {args.eval_size})")
     steps_per_epoch = len(rows) // args.batch_size
     num_iterations = args.num_epochs * steps_per_epoch
+    if checkpoint and checkpoint["iteration"] > num_iterations:
+        fail(
+            f"--num_epochs {args.num_epochs}: the run to resume is at step {checkpoint['iteration']} already; give more"
+        )
     policy = load_policy(args.model, "model", device)
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
@@ -354,6 +364,7 @@ def main(args) -> None:
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
         part.load_state_dict(checkpoint[name])
+    checkpoint = None  # a second copy of everything, which need not stay
     model = policy
     if world_size > 1:
         dist.init_process_group("nccl" if use_cuda else "gloo")
@@ -385,9 +396,10 @@ def main(args) -> None:
             for row in eval_rows[: args.num_samples]:
                 prompt_ids = torch.tensor([row["ids"][: row["prompt_length"]]], device=device)
                 room = args.max_length - row["prompt_length"]
-                # A generation config of our own, so that the model's does not bend what is shown.
+                # All said here: what is left out would come from the model's own generation config.
+                plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
                 ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad_id}
-                greedy = transformers.GenerationConfig(max_new_tokens=min(room, 256), **ends)
+                greedy = transformers.GenerationConfig(max_new_tokens=min(room, 256), **plain, **ends)
                 inputs = {"inputs": prompt_ids, "attention_mask": torch.ones_like(prompt_ids)}
                 output = policy.generate(**inputs, generation_config=greedy)
                 text = tokenizer.decode(output[0, row["prompt_length"] :])
@@ -433,8 +445,8 @@ def main(args) -> None:
         optimizer.zero_grad()
 
         # 5. Log, evaluate, save
+        metrics = {"loss": float(all_sum(loss)), "grad_norm": float(grad_norm)}  # waits for the device
         seconds = time.perf_counter() - began
-        metrics = {"loss": float(all_sum(loss)), "grad_norm": float(grad_norm)}
         metrics["learning_rate"] = learning_rate_at(args, iteration, num_iterations)
         metrics |= {"tokens_per_second": num_tokens / seconds, "seconds/update": seconds}
         line = f"loss {metrics['loss']:.4f}   {metrics['tokens_per_second']:6.0f} tokens/s"

@@ -78,7 +78,7 @@ def test_resume_under_a_decaying_learning_rate_and_past_the_last_checkpoint(tmp_
     (died / "checkpoints" / "000006.pt").unlink()
     shutil.rmtree(died / "model")
     lines = (died / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (died / "metrics.jsonl").write_text("".join(lines[:6]))
+    (died / "metrics.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # cut while it was written
     run_main(script, monkeypatch, *flags, "--resume", died)
     assert_same_run(whole, died)
 
@@ -113,6 +113,10 @@ def test_resume_refuses_other_flags(tmp_path, monkeypatch, capsys, script):
         with pytest.raises(SystemExit) as exit:
             run_main(script, monkeypatch, *SMALL, "--resume", the_run(tmp_path), f"--{flag}", value)
         assert exit.value.code == 2 and f"--{flag} " in capsys.readouterr().err
+    run_main(script, monkeypatch, *SMALL, "--resume", the_run(tmp_path), "--num_iterations", 2)
+    with pytest.raises(SystemExit):
+        run_main(script, monkeypatch, *SMALL, "--resume", the_run(tmp_path), "--num_iterations", 1)
+    assert "--num_iterations 1: the run to resume is at 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", POLICY_SCRIPTS)

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 
 import pytest
@@ -22,7 +23,7 @@ def test_help_explains_every_flag_in_groups(name):
     script = importlib.import_module(name)
     lines = text.stdout.splitlines()
     for field in dataclasses.fields(script.Args):
-        (line,) = [i for i, line in enumerate(lines) if line[2:].replace(",", " ").split()[:1] == [f"--{field.name}"]]
+        (line,) = [i for i, line in enumerate(lines) if re.match(rf"│ --{field.name}\b", line)]
         explained = " ".join(lines[line : line + 2])
         assert len(explained.split("(default")[0].split()) > 5, f"{field.name} is not explained"
     assert len([line for line in lines if " options " in line]) >= 5
@@ -69,6 +70,8 @@ def refused(name: str, tmp_path, monkeypatch, capsys, *flags) -> str:
         (["--dataset", "{tmp}/noprompt.jsonl"], ["`prompt`"]),
         (["--dataset", "{tmp}/noanswer.jsonl"], ["`answer`", "exact_answer"]),
         (["--dataset", "{tmp}/few.jsonl"], ["3 prompts are fewer than the 128"]),
+        (["--max_response_length", "113"], ["--max_response_length 113", "16 tokens", "128"]),
+        (["--reward", "toy/build.py"], ["path/to/file.py:function"]),
         (["--max_prompt_length", "2"], ["--max_prompt_length 2", "no prompt"]),
         (["--reward", "no_such.py:f"], ["--reward no_such.py:f", "no_such.py"]),
         (["--reward", "{tmp}/reward.py:other"], ["other", "path/to/file.py:function"]),

@@ -194,7 +194,17 @@ def make_untrained_model(seed: int):
 def run_sft(out: Path, seed: int, *flags: str) -> None:
     """Run sft.py and take its model to out."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, str(HERE.parent / "sft.py"), "--seed", str(seed), "--runs_dir", runs, *flags]
+        command = [
+            sys.executable,
+            str(HERE.parent / "sft.py"),
+            "--seed",
+            str(seed),
+            "--device",
+            "cpu",
+            "--runs_dir",
+            runs,
+            *flags,
+        ]
         subprocess.run(command, check=True)
         (model,) = Path(runs).glob("*/model")
         out.mkdir(parents=True, exist_ok=True)
