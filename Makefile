@@ -9,6 +9,13 @@ test: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest
 
+# make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
+sync:
+	$(PYTHON) tools/sync.py
+
+diff:
+	@$(PYTHON) tools/sync.py --diff $(A) $(B)
+
 # The stamps are younger than the requirements they were installed from, so the second time nothing is installed.
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -19,4 +26,4 @@ test: .venv/installed-dev
 	.venv/bin/pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test
+.PHONY: demo test sync diff

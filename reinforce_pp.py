@@ -17,7 +17,7 @@ What sets it apart: grpo.py, rloo.py and reinforce_pp_baseline.py compare severa
 needs one; ppo.py learns a critic, remax.py spends a greedy response on the baseline. Here the batch is the baseline.
 
     python reinforce_pp.py
-    torchrun --nproc-per-node 8 reinforce_pp.py --model Qwen/Qwen3-0.6B --dataset train.jsonl --eval_dataset test.jsonl
+    torchrun --nproc-per-node 8 reinforce_pp.py --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --eval_dataset None
 """
 
 import contextlib
@@ -640,6 +640,7 @@ def main(args) -> None:
     adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
     stateful = {"policy": policy, "optimizer": optimizer}
+
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
         part.load_state_dict(checkpoint[name])
@@ -693,6 +694,7 @@ def main(args) -> None:
         batch = [rows[i] for i in order.tolist() for _ in range(args.samples_per_prompt)]
         with autocast(args, device):
             generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
+
         sequences, attention_mask, response_mask = generated  # (B, P+T), (B, P+T), (B, T)
         rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
         times.append(clock())
@@ -701,6 +703,7 @@ def main(args) -> None:
         raw_scores = score(args, reward, tokenizer, batch, *generated)  # (B,)
         truncated = is_truncated(policy, tokenizer, sequences, response_mask)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
+
         times.append(clock())
 
         # 5. Log-probs of the policy that sampled and of the reference; their difference is the KL (k1)
@@ -796,6 +799,7 @@ def main(args) -> None:
         say(f"saved {run_dir / 'model'}")
     if tracker:
         tracker.finish()
+
     if world_size > 1:
         del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()

@@ -27,7 +27,7 @@ GROUPS = ["2-5", "6", "8"]
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("reinforce_pp",)
+    scripts: tuple[str, ...] = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax")
     """Which scripts, by name."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Which seeds."""

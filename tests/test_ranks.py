@@ -1,12 +1,16 @@
 """Micro-batches and ranks change memory and time, never a gradient: a script's own main, on a fixed rollout."""
 
+import dataclasses
+import importlib
+from itertools import chain
+
 import pytest
 import torch
 from conftest import POLICY_SCRIPTS, ROOT, launch, write_jsonl
 from driver import record
 
 DRIVER = ROOT / "tests" / "driver.py"
-COMMON = ["--num_iterations", "1", "--batch_size", "16", "--num_minibatches", "1", "--max_grad_norm", "1e9"]
+COMMON = ["--num_iterations", "1", "--batch_size", "16", "--max_grad_norm", "1e9"]
 COMMON += ["--ref_model", str(ROOT / "toy" / "base"), "--reward", f"{DRIVER}:reward", "--eval_every", "0"]
 
 
@@ -22,27 +26,31 @@ def distance(one: list, other: list) -> float:
     return float((one - other).norm() / one.norm())
 
 
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
 @pytest.mark.parametrize("dtype, tolerance, beta", [("float64", 1e-12, 0.3), ("float32", 1e-6, 0.01)])
-def test_gradient_does_not_depend_on_micro_batches_or_ranks(tmp_path, script, dtype, tolerance, beta):
+def test_gradient_does_not_depend_on_micro_batches_or_ranks(tmp_path, name, dtype, tolerance, beta):
+    script = importlib.import_module(name)
     flags = [*COMMON, "--kl_coef", beta, "--runs_dir", tmp_path / "runs"]
+    if any(field.name == "num_minibatches" for field in dataclasses.fields(script.Args)):
+        flags += ["--num_minibatches", 1]  # rank by rank, minibatches would be others
     whole = record(script, dtype, *flags, "--micro_batch_size", 16)
-    (gradient,) = whole["gradients"]
+    gradient = [*chain(*whole["gradients"])]  # of the policy, and in ppo of the critic
     assert max(float(g.abs().max()) for g in gradient) > 1e-3
     for size in (1, 4):
         pieces = record(script, dtype, *flags, "--micro_batch_size", size)
-        assert distance(gradient, pieces["gradients"][0]) < tolerance
+        assert distance(gradient, [*chain(*pieces["gradients"])]) < tolerance
 
-    ranks = drive(tmp_path, script.__name__, dtype, *flags, "--micro_batch_size", 3)
+    ranks = drive(tmp_path, name, dtype, *flags, "--micro_batch_size", 3)
     tokens = [int((rank["advantages"][0] != 0).sum()) for rank in ranks]
     assert tokens[0] != tokens[1]  # were they equal, denominators per rank would pass
     for rank in ranks:
-        assert distance(gradient, rank["gradients"][0]) < tolerance
+        assert distance(gradient, [*chain(*rank["gradients"])]) < tolerance
     both = torch.cat([rank["advantages"][0].flatten() for rank in ranks])
     one = whole["advantages"][0].flatten()
     torch.testing.assert_close(one[one != 0].sort()[0], both[both != 0].sort()[0], rtol=0, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", ["reinforce_pp", "ppo"])
 def test_ranks_sample_apart_and_stay_equal(tmp_path, script):
     """Real sampling, several steps: different prompts and draws on each rank, the same parameters to the last bit."""
     flags = ["--num_iterations", "3", "--batch_size", "16", "--eval_every", "0", "--sample"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import POLICY_SCRIPTS, ROOT, launch, read_jsonl, the_run
+from conftest import ROOT, SKELETONS, launch, read_jsonl, the_run
 
-SMALL = ["--batch_size", "16", "--num_minibatches", "2", "--log_every", "1", "--num_samples", "2"]
+SMALL = ["--batch_size", "16", "--log_every", "1", "--num_samples", "2"]
 SMALL += ["--eval_every", "2", "--max_response_length", "12"]
 SFT = ["--batch_size", "16", "--eval_size", "8", "--num_samples", "1", "--log_every", "1", "--eval_every", "2"]
 
@@ -26,7 +26,8 @@ def assert_same_run(one: Path, other: Path) -> None:
     checkpoints = [sorted((run / "checkpoints").glob("*.pt"))[-1] for run in (one, other)]
     assert checkpoints[0].name == checkpoints[1].name
     states = [torch.load(path, weights_only=True) for path in checkpoints]
-    assert states[0]["optimizer"]["state"]  # there is a second moment to compare
+    for name in [name for name in states[0] if name.endswith("optimizer")]:
+        assert states[0][name]["state"]  # there is a second moment to compare
     compare(states[0], states[1])
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (one, other)]
     assert weights[0] == weights[1]
@@ -55,7 +56,7 @@ def run_main(name: str, monkeypatch, *flags) -> None:
     script.main(script.parse_args())
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 @pytest.mark.parametrize("stop", [2, 3])  # at 3 the stopped run evaluates at its end, and the longer one does not
 def test_resume_is_exact(tmp_path, monkeypatch, script, stop):
     run_main(script, monkeypatch, *SMALL, "--runs_dir", tmp_path / "whole", "--num_iterations", 6)
@@ -67,7 +68,7 @@ def test_resume_is_exact(tmp_path, monkeypatch, script, stop):
     assert [line["iteration"] for line in read_jsonl(parts / "metrics.jsonl")] == list(range(7))
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_resume_under_a_decaying_learning_rate_and_past_the_last_checkpoint(tmp_path, monkeypatch, script):
     """A run that died at iteration 5 goes on from the checkpoint at 4; what it had logged since is not there twice."""
     flags = [*SMALL, "--num_iterations", 6, "--lr_schedule", "cosine", "--warmup_iterations", 2, "--save_every", 4]
@@ -83,7 +84,7 @@ def test_resume_under_a_decaying_learning_rate_and_past_the_last_checkpoint(tmp_
     assert_same_run(whole, died)
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", ["reinforce_pp", "ppo"])
 def test_resume_is_exact_under_torchrun(tmp_path, script):
     path = ROOT / f"{script}.py"
     launch(path, *SMALL, "--runs_dir", tmp_path / "whole", "--num_iterations", 4, ranks=2)
@@ -106,7 +107,7 @@ def test_resume_of_sft_is_exact(tmp_path, monkeypatch):
     assert_same_run(the_run(tmp_path / "whole"), parts)
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_resume_refuses_other_flags(tmp_path, monkeypatch, capsys, script):
     run_main(script, monkeypatch, *SMALL, "--runs_dir", tmp_path, "--num_iterations", 1)
     for flag, value in {"learning_rate": "1e-3", "batch_size": "32", "seed": "2", "reward_clip": "1"}.items():
@@ -119,7 +120,7 @@ def test_resume_refuses_other_flags(tmp_path, monkeypatch, capsys, script):
     assert "--num_iterations 1: the run to resume is at 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_run_folder_holds_what_it_should(tmp_path, monkeypatch, script):
     import transformers
 

@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import POLICY_SCRIPTS, ROOT, launch, make_gpt2, read_jsonl, the_run, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, make_gpt2, read_jsonl, the_run, write_jsonl
 
-SCRIPTS = [*POLICY_SCRIPTS, "sft"]
+SCRIPTS = [*SKELETONS, "sft"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -54,13 +54,12 @@ def refused(name: str, tmp_path, monkeypatch, capsys, *flags) -> str:
     return said
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--batch_size", "0"], ["--batch_size 0", "more than 0"]),
         (["--batch_size", "10", "--samples_per_prompt", "4"], ["--batch_size 10", "4 --samples_per_prompt", "12"]),
-        (["--batch_size", "20", "--num_minibatches", "3"], ["--num_minibatches 3", "20 responses"]),
         (["--temperature", "0"], ["--temperature 0", "more than 0"]),
         (["--kl_coef", "-0.1"], ["--kl_coef -0.1", "0 or more"]),
         (["--learning_rate", "nan"], ["--learning_rate nan", "0 or more"]),
@@ -93,6 +92,25 @@ def test_bad_input_gets_one_sentence(script, tmp_path, monkeypatch, capsys, flag
         assert word in said, said
 
 
+@pytest.mark.parametrize("script", ["rloo", "grpo", "reinforce_pp_baseline"])
+def test_a_group_of_one_is_refused(script, tmp_path, monkeypatch, capsys):
+    said = refused(script, tmp_path, monkeypatch, capsys, "--samples_per_prompt", "1")
+    assert "--samples_per_prompt 1" in said and "at least 2" in said
+
+
+@pytest.mark.parametrize("script", ["reinforce_pp", "grpo", "reinforce_pp_baseline", "ppo"])
+def test_minibatches_must_divide(script, tmp_path, monkeypatch, capsys):
+    said = refused(script, tmp_path, monkeypatch, capsys, "--batch_size", "40", "--num_minibatches", "3")
+    assert "--num_minibatches 3" in said and "40 responses" in said
+
+
+@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+def test_groups_must_divide_over_ranks(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    said = refused(script, tmp_path, monkeypatch, capsys, "--batch_size", "64")
+    assert "--batch_size 64" in said and "3 ranks" in said
+
+
 def test_classifier_with_several_outputs_is_no_reward_model(tmp_path, monkeypatch, capsys, tokenizer):
     config = make_gpt2().config
     config.num_labels = 3
@@ -120,7 +138,7 @@ def test_it_learns_the_toy(tmp_path, script):
     assert metrics[1]["kl"] == pytest.approx(0, abs=1e-5) and metrics[-1]["kl"] > 0.1
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_bfloat16_and_gradient_checkpointing_run(tmp_path, monkeypatch, script):
     """Autocast only: the forward passes are in bfloat16, weights and optimizer state stay float32."""
     module = importlib.import_module(script)
@@ -146,7 +164,7 @@ def test_bfloat16_and_gradient_checkpointing_run(tmp_path, monkeypatch, script):
     assert all(line["ratio_deviation"] < 0.2 for line in read_jsonl(the_run(tmp_path) / "metrics.jsonl")[1:])
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_every_metric_is_explained(tmp_path, monkeypatch, script):
     module = importlib.import_module(script)
     flags = "--num_iterations 1 --batch_size 16 --eval_every 1".split()
@@ -160,7 +178,7 @@ def test_every_metric_is_explained(tmp_path, monkeypatch, script):
             assert f"`{name}`" in page, name
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_chats_go_through_the_template(tmp_path, tokenizer, script):
     module = importlib.import_module(script)
     tokenizer.save_pretrained(tmp_path / "chat")

@@ -1,0 +1,801 @@
+"""GRPO: several responses per prompt, compared within their group; no critic.
+
+Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+arXiv 2402.03300; section 4.1, outcome supervision, equation numbers are that paper's.
+
+k = samples_per_prompt responses o_1 ... o_k to a prompt are sampled from pi_old and get scores r_1 ... r_k. With
+beta = kl_coef, eps = clip_eps, and T_i the length of response i:
+
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)     on every token; std with k - 1, and A = 0 where all scores are equal
+    rho_t = pi_theta(o_t) / pi_old(o_t)
+    k3_t  = pi_ref(o_t) / pi_theta(o_t) - 1 - log(pi_ref(o_t) / pi_theta(o_t))                           (Eq. 4)
+    loss  = 1/N_seq * sum_i 1/T_i * sum_t [beta k3_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]   (Eq. 3)
+
+N_seq counts the responses of one optimizer step over all ranks and micro-batches; the sampled EOS is a token of its
+response. Two biases are part of the method: 1/T_i weighs a token of a short response more, and 1/std weighs a prompt
+more whose scores are nearly all the same. As a loss, k3 pulls towards pi_ref along the forward KL(pi_ref || pi).
+
+What sets it apart: rloo.py subtracts the mean of the others and divides by nothing; reinforce_pp_baseline.py divides by
+the std of the batch, not of the group; both average over other denominators. The other scripts need no group.
+
+    python grpo.py
+    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --eval_dataset None
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import runpy
+import sys
+import time
+from dataclasses import asdict, dataclass, field, make_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+import transformers  # loads its classes when they are first named, so --help need not wait for them
+import tyro
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its prompts, see toy/README.md
+
+
+@dataclass
+class Experiment:
+    exp_name: str = Path(__file__).stem
+    """Name of the run; its folder is <runs_dir>/<exp_name>__<seed>__<time>."""
+    seed: int = 1
+    """Seeds the order of the prompts and every token sampled."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA if there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the forward passes (autocast). Weights and optimizer state are float32 either way."""
+
+
+@dataclass
+class ModelsAndData:
+    model: str = str(TOY / "policy")
+    """Policy to start from: hub id or folder of a causal LM with its tokenizer."""
+    ref_model: str | None = None
+    """Frozen reference of the KL: hub id or folder; None takes --model."""
+    dataset: str = str(TOY / "train.jsonl")
+    """Hub id, .jsonl or .parquet with a column `prompt` (text or chat messages) and, for exact_answer, `answer`."""
+    dataset_split: str = "train"
+    """Split of a hub dataset."""
+    eval_dataset: str | None = str(TOY / "heldout.jsonl")
+    """Held-out prompts, as --dataset (set both); a column `group` splits the results. None evaluates nothing."""
+    eval_split: str = "test"
+    """Split of a hub dataset for evaluation."""
+
+
+@dataclass
+class Rollout:
+    batch_size: int = 128
+    """Responses per rollout, over all ranks."""
+    max_prompt_length: int = 512
+    """Longer prompts (in tokens) are left out, and counted in the first lines of output."""
+    max_response_length: int = 40
+    """Tokens sampled at most; a response without EOS by then counts as truncated."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs and KL are taken at it too. No top-k, no top-p, no repetition penalty."""
+
+
+@dataclass
+class Reward:
+    reward: str = "exact_answer"
+    """The rule exact_answer (1 or -1); file.py:function, called by keyword with the lists prompts, completions (texts)
+    and every other column, which returns a list of numbers; or a reward model: hub id or folder."""
+    answer_marker: str = "answer"
+    """For exact_answer: what comes after the last occurrence of this must equal the column `answer`."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a truncated response."""
+    reward_scale: float = 1.0
+    """The score is multiplied by this, after the penalty."""
+    reward_zscore: bool = False
+    """Normalize scores to mean 0, std 1 over the rollout of all ranks, after the scale."""
+    reward_clip: float | None = None
+    """Clip scores to [-c, c], last of all; None does not."""
+
+
+@dataclass
+class Optimization:
+    num_iterations: int = 80
+    """Rollouts in all; update_epochs * num_minibatches optimizer steps follow each."""
+    micro_batch_size: int = 64
+    """Responses per forward pass of log-probs, reward model and update on each rank: memory only, same results."""
+    learning_rate: float = 2e-4
+    """AdamW's peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Factor on the learning rate beside the warm-up: 1, or falling from 1 at first to 0 after the last iteration."""
+    warmup_iterations: int = 0
+    """The learning rate rises linearly over so many iterations."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient is clipped to this norm, over all parameters."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time in the update."""
+
+
+@dataclass
+class EvaluationAndLogging:
+    runs_dir: str = "runs"
+    """Parent of the run folder, which gets args.json, metrics.jsonl, samples.jsonl, checkpoints/ and model/."""
+    eval_every: int = 40
+    """Greedy evaluation every so many iterations, before the first and after the last; 0 never."""
+    log_every: int = 10
+    """A line of output and samples of the rollout every so many iterations; metrics.jsonl gets every iteration."""
+    num_samples: int = 3
+    """So many prompts with their responses go to samples.jsonl, and at each evaluation to the terminal."""
+    save_every: int = 50
+    """Checkpoint every so many iterations, and after the last; 0 only then."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are deleted."""
+    resume: str | None = None
+    """Run folder to go on with: from its last checkpoint, under the same flags (a constant rate may go on longer)."""
+    track: bool = False
+    """Log to Weights & Biases too; WANDB_MODE=offline works."""
+    wandb_project: str = "rlhf-by-diff"
+    """Project of --track."""
+    wandb_entity: str | None = None
+    """Team of --track; None is your own."""
+
+
+# --- estimator: begin ------------------------------------------------------------------------------------------------
+@dataclass
+class Estimator:
+    samples_per_prompt: int = 8
+    """k: responses per prompt, the group that a score is compared with."""
+    min_samples_per_prompt: ClassVar[int] = 2  # a group of one has no spread
+    kl_coef: float = 0.01
+    """beta: weight of the KL term in the loss."""
+    clip_eps: float = 0.2
+    """eps: no gradient where the ratio is above 1 + eps and A > 0, or below 1 - eps and A < 0."""
+    num_minibatches: int = 2
+    """Optimizer steps per pass over the rollout."""
+    update_epochs: int = 1
+    """Passes over the rollout."""
+
+
+def compute_advantages(args, rollout: dict) -> dict:
+    """Scores in units of their group's standard deviation, the same for every token of a response, without gradient.
+
+    Reads scores (B,), prompt-major: rows p*k to p*k+k-1 belong to prompt p; gives {"advantages": (B, T)}, 0 on padding.
+    """
+    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (B/k, k)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    # In float32 the mean of equal scores may be off by a rounding; divided by a std as small it would be an advantage.
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    advantages = advantages.masked_fill(equal, 0.0).view(-1, 1)  # (B, 1)
+    return {"advantages": (advantages * rollout["response_mask"]).detach()}
+
+
+def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_tokens) -> tuple[torch.Tensor, dict]:
+    """PPO's clipped objective with a k3 penalty: mean over the tokens of a response, then over responses (Eq. 3, 4).
+
+    logprobs (B, T) are differentiated; mb holds logprobs (of the sampling policy), ref_logprobs, advantages and
+    response_mask, all (B, T). The loss is the sum here over num_sequences of the whole optimizer step: sums over
+    micro-batches and ranks are the mean over its responses. clip_fraction is over its num_tokens.
+    """
+    mask, advantages = mb["response_mask"], mb["advantages"]
+    ratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0).exp()  # (B, T)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
+    d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
+    k3 = (-d).exp() - 1 + d  # never negative
+    token_losses = (args.kl_coef * k3 - torch.min(unclipped, clipped)).masked_fill(~mask, 0.0)
+    loss = (token_losses.sum(1) / mask.sum(1)).sum() / num_sequences
+    clip_fraction = ((clipped < unclipped) & mask).to(ratio.dtype).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+
+
+# --- estimator: end --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args(Estimator, EvaluationAndLogging, Optimization, Reward, Rollout, ModelsAndData, Experiment):
+    """Every flag, flat. The groups are base classes only so that --help can show them as groups."""
+
+
+def parse_args() -> Args:
+    """The command line as Args. tyro draws a box of --help around each nested group; flags carry no prefix."""
+    groups = [base for base in reversed(Args.__mro__) if base not in (object, Args)]
+    flags = make_dataclass("Flags", [(group.__name__, group, field(default_factory=group)) for group in groups])
+    flags = tyro.cli(tyro.conf.OmitArgPrefixes[flags], description=__doc__, use_underscores=True)
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+
+
+def say(text: str) -> None:
+    """Print on rank 0, above the progress bar."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(text)
+
+
+def fail(message: str) -> None:
+    """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
+    if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def check_args(args, world_size: int) -> None:
+    """Refuse numbers and sizes that do not work out, before anything is loaded."""
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            fail(f"--{name} {value}: must be a number of 0 or more")
+    positive = "batch_size micro_batch_size num_minibatches update_epochs num_iterations log_every keep_checkpoints "
+    positive += "max_prompt_length max_response_length temperature learning_rate max_grad_norm"
+    for name in positive.split():
+        if not getattr(args, name) > 0:
+            fail(f"--{name} {getattr(args, name)}: must be more than 0")
+    k, least, size, steps = args.samples_per_prompt, args.min_samples_per_prompt, args.batch_size, args.num_minibatches
+    if k < least:
+        fail(f"--samples_per_prompt {k}: must be at least {least}, the smallest group that can be compared")
+    if size % (world_size * k):
+        near = -(-size // (world_size * k)) * world_size * k
+        fail(f"--batch_size {size}: is no multiple of {world_size} ranks x {k} --samples_per_prompt; {near} would be")
+    if size // world_size % steps:
+        fail(f"--num_minibatches {steps}: does not divide the {size // world_size} responses of a rank; take a divisor")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds no CUDA device; take cpu or auto")
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over all ranks; x itself on one rank. Every rank must call it."""
+    if dist.is_initialized():
+        x = x.clone()  # all_reduce works in place and returns nothing
+        dist.all_reduce(x)
+    return x
+
+
+def mean_std(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and (biased) standard deviation of the masked entries of x over all ranks."""
+    n = all_sum(mask.sum())
+    mean = all_sum(x.masked_fill(~mask, 0.0).sum()) / n
+    return mean, (all_sum((x - mean).masked_fill(~mask, 0.0).square().sum()) / n).sqrt()
+
+
+def load(auto_class, name: str, flag: str, **options):
+    """auto_class.from_pretrained, ending with a sentence where that does not work."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
+
+
+def load_policy(name: str, flag: str, device: torch.device):
+    """A causal LM in float32 and in eval mode for good: with dropout pi_theta would not be pi_old at the start."""
+    model = load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32)
+    for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
+        for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+            setattr(module, rate, 0.0)
+    return model.to(device).eval()
+
+
+def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[dict]:
+    """The dataset as a list of its rows, each with `prompt_ids` added; prompts that are too long left out."""
+    if name is None:
+        return []
+    import datasets  # here, since --help need not wait for it
+
+    datasets.disable_progress_bars()
+    file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    source = {"path": name, "split": split}
+    if file_type:
+        source = {"path": file_type, "data_files": name, "split": "train"}
+    try:
+        rows = datasets.load_dataset(**source).to_list()
+    except Exception as error:  # a file or the hub can fail in many ways
+        fail(f"--{flag} {name}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
+    for column in ["prompt", "answer"] if args.reward == "exact_answer" else ["prompt"]:
+        if not rows or column not in rows[0]:
+            fail(f"--{flag} {name}: has no column `{column}`, which --reward {args.reward} needs; rename or add it")
+    for row in rows:
+        if isinstance(row["prompt"], str):
+            row["prompt_ids"] = tokenizer(row["prompt"])["input_ids"]
+        else:
+            chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+            row["prompt_ids"] = chat["input_ids"]
+    kept = [row for row in rows if len(row["prompt_ids"]) <= args.max_prompt_length]
+    if not kept:
+        fail(f"--max_prompt_length {args.max_prompt_length}: no prompt of --{flag} {name} is so short; raise it")
+    say(f"{flag}: {len(kept)} prompts, {len(rows) - len(kept)} left out as longer than {args.max_prompt_length} tokens")
+    return kept
+
+
+def eos_ids(model, tokenizer) -> torch.Tensor:
+    """The ids that end a response: the tokenizer's EOS and the generation config's (chat models have several)."""
+    ids = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    return torch.tensor(sorted(ids), device=model.device)
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids (B, P) and attention_mask (B, P) of B lists of ids, padded so that all end in the last column."""
+    width = max(map(len, prompts))
+    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in prompts], device=device)
+    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    return input_ids, attention_mask
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts, args, greedy: bool = False):
+    """Sample a response to each prompt from softmax(logits / temperature), or decode greedily.
+
+    prompts: B texts or lists of token ids. Gives sequences (B, P+T), prompts left-padded; attention_mask (B, P+T); and
+    response_mask (B, T) bool, true on the sampled tokens up to the first EOS and on it. T is the longest response.
+
+    A loop of our own and not model.generate, so that no generation config can bend the distribution. Rows leave the
+    batch when a quarter of it has finished, so that the long tail of a rollout costs only what still runs.
+    """
+    prompts = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    stop_ids = eos_ids(model, tokenizer)
+    prompt_ids, prompt_mask = left_pad(prompts, pad_id, model.device)  # (B, P)
+    responses = prompt_ids.new_full((len(prompts), args.max_response_length), pad_id)  # (B, max T)
+    response_mask = torch.zeros_like(responses, dtype=torch.bool)
+
+    cache = transformers.DynamicCache(config=model.config)
+    rows = torch.arange(len(prompts), device=model.device)  # (b,) rows still in the batch, b <= B
+    running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those of them without EOS so far
+    tokens, mask = prompt_ids, prompt_mask  # (b, P) then (b, 1); (b, P+t)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # as tokens; padding does not count
+    for t in range(args.max_response_length):
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1].float()  # (b, V)
+        if greedy:
+            tokens = logits.argmax(-1)  # (b,)
+        else:
+            tokens = torch.multinomial((logits / args.temperature).softmax(-1), 1)[:, 0]  # (b,)
+        responses[rows[running], t] = tokens[running]
+        response_mask[rows[running], t] = True
+        running = running & ~torch.isin(tokens, stop_ids)
+        num_running = int(running.sum())
+        if num_running == 0:
+            break
+        tokens, positions = tokens[:, None], positions[:, -1:] + 1  # (b, 1)
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        if num_running <= 0.75 * len(rows):
+            cache.reorder_cache(running.nonzero()[:, 0])  # every kind of cache layer has it, batch_select_indices not
+            rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
+            running = running[running]
+
+    responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]  # (B, T)
+    attention_mask = torch.cat([prompt_mask, response_mask.to(prompt_mask)], dim=1)  # (B, P+T)
+    return torch.cat([prompt_ids, responses], dim=1), attention_mask, response_mask
+
+
+def is_truncated(model, tokenizer, sequences, response_mask) -> torch.Tensor:
+    """(B,) bool: the response in sequences (B, P+T) has no EOS, sampling stopped at max_response_length."""
+    ends = torch.isin(sequences[:, -response_mask.shape[1] :], eos_ids(model, tokenizer))  # (B, T)
+    return ~(ends & response_mask).any(1)
+
+
+def token_logprobs(model, sequences, attention_mask, response_length: int, temperature: float):
+    """Log-probs (B, T) of the last T = response_length tokens of sequences (B, P+T), and the entropy (B, T) of the
+    distributions they are drawn from: nats, at the sampling temperature. The entropy carries no gradient."""
+    logits = model(
+        input_ids=sequences,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # (B, P+T): left padding does not count
+        use_cache=False,
+        logits_to_keep=response_length + 1,  # from the one before the first response token on
+    ).logits[:, :-1]  # (B, T, V): what the last one predicts is not in the sequence
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    all_logprobs = logits.log_softmax(-1)
+    logprobs = all_logprobs.gather(-1, sequences[:, -response_length:, None])[:, :, 0]  # (B, T)
+    with torch.no_grad():
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)  # (B, T)
+    return logprobs, entropy
+
+
+def exact_answer(completions, answer, answer_marker, **columns) -> list[float]:
+    """1 where the text after the last marker is the answer; -1 where it is another, or there is no marker."""
+    parts = [text.rpartition(answer_marker) for text in completions]
+    return [1.0 if p[1] and p[2].strip() == str(a).strip() else -1.0 for p, a in zip(parts, answer, strict=True)]
+
+
+def load_reward(args, device: torch.device):
+    """What --reward names: a function of prompts, completions and columns, or a reward model with its tokenizer."""
+    if args.reward == "exact_answer":
+        return functools.partial(exact_answer, answer_marker=args.answer_marker)
+    path, _, name = args.reward.rpartition(":")
+    if args.reward.endswith(".py") or path.endswith(".py"):
+        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(name)):
+            fail(f"--reward {args.reward}: there is no function {name} in a file {path}; give path/to/file.py:function")
+        return function
+    model = load(transformers.AutoModelForSequenceClassification, args.reward, "reward", dtype=torch.float32)
+    if model.config.num_labels != 1:
+        fail(f"--reward {args.reward}: has {model.config.num_labels} outputs, a reward model has 1; give another")
+    if not hasattr(model, "score"):
+        fail(f"--reward {args.reward}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
+    return model.to(device).eval(), load(transformers.AutoTokenizer, args.reward, "reward")
+
+
+def autocast(args, device: torch.device):
+    """The context of every forward pass: bfloat16 arithmetic if --dtype says so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+@torch.no_grad()
+def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mask) -> torch.Tensor:
+    """Scores (B,) float32 by reward (see load_reward) of the responses in sequences (B, P+T) to the prompts of rows."""
+    responses = sequences[:, -response_mask.shape[1] :]  # (B, T)
+    texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, response_mask, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    if callable(reward):
+        names = rows[0].keys() - {"prompt", "prompt_ids", "prompts", "completions"}
+        columns = {name: [row[name] for row in rows] for name in names}
+        scores = torch.tensor(reward(prompts=prompts, completions=texts, **columns), dtype=torch.float32)
+        if scores.shape != (len(rows),) or not scores.isfinite().all():
+            fail(f"--reward {args.reward}: must return {len(rows)} finite numbers, one for each completion")
+        return scores.to(sequences.device)
+
+    model, reward_tokenizer = reward
+    if reward_tokenizer.get_vocab() != tokenizer.get_vocab():  # the ids mean something else to it: go through the text
+        if reward_tokenizer.chat_template:
+            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+            chats = [[*c, {"role": "assistant", "content": text}] for c, text in zip(chats, texts, strict=True)]
+            ids = [reward_tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
+        else:
+            whole = [s[m.bool()] for s, m in zip(sequences, attention_mask, strict=True)]
+            ids = [reward_tokenizer(tokenizer.decode(s, skip_special_tokens=True))["input_ids"] for s in whole]
+        sequences, attention_mask = left_pad(ids, 0, sequences.device)
+    scores = []
+    for ids, mask in zip(sequences.split(args.micro_batch_size), attention_mask.split(args.micro_batch_size)):
+        # Not model(...).logits, which takes the last token that is not the pad id: the wrong one where pad is EOS.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)  # (b,) the last attended token
+        with autocast(args, ids.device):
+            hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+            scores.append(model.score(hidden[torch.arange(len(ids), device=ids.device), last])[:, 0].float())
+    return torch.cat(scores)
+
+
+def process_scores(args, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
+    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
+    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
+    if args.reward_zscore:
+        mean, std = mean_std(scores, torch.ones_like(truncated))
+        scores = (scores - mean) / std.clamp(min=1e-4)
+    return scores if args.reward_clip is None else scores.clamp(-args.reward_clip, args.reward_clip)
+
+
+def micro_batches(rollout: dict, rows: torch.Tensor, size: int):
+    """Yield (rows, their part of the rollout) in pieces of at most size rows.
+
+    The rows are taken in order of length and each piece is cut to its own longest prompt and response: less padding,
+    same numbers. Tensors of the rollout are (B,), (B, T) or (B, P+T).
+    """
+    T = rollout["response_mask"].shape[1]
+    P = rollout["sequences"].shape[1] - T
+    lengths = rollout["response_mask"][rows].sum(1)
+    for piece in rows[lengths.argsort(stable=True)].split(size):
+        end = int(rollout["response_mask"][piece].sum(1).max())
+        start = int(rollout["attention_mask"][piece].any(0).int().argmax())
+        mb = {}
+        for name, x in rollout.items():
+            x = x[piece]
+            mb[name] = x if x.dim() == 1 else x[:, :end] if x.shape[1] == T else x[:, start : P + end]
+        yield piece, mb
+
+
+def learning_rate_at(args, iteration: int) -> float:
+    """Learning rate of an iteration, counted from 1."""
+    progress = (iteration - 1) / args.num_iterations
+    decay = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return args.learning_rate * min(1.0, iteration / (args.warmup_iterations + 1)) * decay[args.lr_schedule]
+
+
+def checkpoint_layers(model, on: bool) -> None:
+    """Switch gradient checkpointing on for the update, off for generation, which needs its cache.
+
+    transformers checkpoints a layer in training mode. That is set on the layers alone, so that dropout stays off below.
+    """
+    for module in model.modules():
+        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            module.training = on
+
+
+def describe(tokenizer, rows, scores, sequences, attention_mask, response_mask) -> list[dict]:
+    """Prompts, responses with their special tokens, and scores, for samples.jsonl."""
+    responses = sequences[:, -response_mask.shape[1] :]
+    texts = [tokenizer.decode(r[m]) for r, m in zip(responses, response_mask, strict=True)]
+    return [{"prompt": r["prompt"], "response": t, "score": s} for r, t, s in zip(rows, texts, scores.tolist())]
+
+
+def evaluate(args, model, tokenizer, reward, rows, rank: int, world_size: int) -> tuple[dict, list[dict]]:
+    """Greedy responses to rows: mean score and pass rate of each group over all ranks, and a few samples."""
+    groups = sorted({str(row.get("group", "all")) for row in rows})
+    totals = torch.zeros(len(groups), 3, device=model.device)  # of each group: score, passed, count
+    mine, samples = rows[rank::world_size], []
+    for start in range(0, len(mine), args.batch_size // world_size):
+        chunk = mine[start : start + args.batch_size // world_size]
+        with autocast(args, model.device):
+            generated = generate(model, tokenizer, [row["prompt_ids"] for row in chunk], args, greedy=True)
+        scores = score(args, reward, tokenizer, chunk, *generated)
+        index = torch.tensor([groups.index(str(row.get("group", "all"))) for row in chunk], device=model.device)
+        totals.index_add_(0, index, torch.stack([scores, scores > 0, torch.ones_like(scores)], dim=1))
+        samples += describe(tokenizer, chunk, scores, *generated)
+    means = {group: (s / n, passed / n) for group, (s, passed, n) in zip(groups, all_sum(totals).tolist())}
+    metrics = {f"eval/score/{group}": mean for group, (mean, _) in means.items()}
+    metrics |= {f"eval/pass_rate/{group}": rate for group, (_, rate) in means.items()}
+    return metrics, samples[:: max(1, len(samples) // max(1, args.num_samples))][: args.num_samples]
+
+
+def write_file(path: Path, write) -> None:
+    """write(file) under a temporary name, sync, rename: whatever happens, path holds the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
+    """All that the next iteration needs. No generator's state: every iteration seeds its own."""
+    state = {name: part.state_dict() for name, part in stateful.items()}
+    state |= {"iteration": iteration, "world_size": world_size}
+    write_file(run_dir / "checkpoints" / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
+    for old in sorted((run_dir / "checkpoints").glob("*.pt"))[: -args.keep_checkpoints]:
+        old.unlink()
+
+
+def load_checkpoint(args, world_size: int) -> dict:
+    """The last checkpoint of --resume, on the CPU. Refuses flags that would make the rest of the run another one."""
+    checkpoints = sorted(Path(args.resume, "checkpoints").glob("*.pt"))
+    if not checkpoints:
+        fail(f"--resume {args.resume}: has no checkpoints/*.pt; give the folder of a run that has saved one")
+    free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
+    free |= {"track", "wandb_project", "wandb_entity"} | (
+        {"num_iterations"} if args.lr_schedule == "constant" else set()
+    )
+    before, now = json.loads(Path(args.resume, "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+    for name in sorted(now.keys() - free):
+        if before.get(name) != now[name]:
+            fail(f"--{name} {now[name]}: the run to resume has {before.get(name)}; give that, or start a new run")
+    state = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
+    if state["iteration"] > args.num_iterations:
+        fail(f"--num_iterations {args.num_iterations}: the run to resume is at {state['iteration']}; give more")
+    if state["world_size"] != world_size:
+        fail(f"--resume {args.resume}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
+    return state
+
+
+def open_run_folder(args, iteration: int) -> Path:
+    """Make the run folder with args.json and this script in it, or take up the old one, cut back to iteration."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = Path(args.resume) if args.resume else Path(args.runs_dir, name)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+    for path in run_dir.glob("*.jsonl") if iteration < args.num_iterations else ():
+        lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
+        lines = [line for line in lines if line["iteration"] <= iteration]
+        if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
+            lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
+            lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        write_file(path, lambda file, text=text: file.write(text))
+    return run_dir
+
+
+def start_tracking(args, run_dir: Path):
+    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
+    is told twice, the iterations between the checkpoint and the end."""
+    import wandb  # here, since without --track it need not be there
+
+    project = {"project": args.wandb_project, "entity": args.wandb_entity}
+    return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+
+
+def main(args) -> None:
+    """Train. Every rank runs this; rank 0 speaks and writes."""
+    # 1. Setup: device and ranks, data, reward, models, optimizer
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_args(args, world_size)
+    checkpoint = load_checkpoint(args, world_size) if args.resume else None
+    use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = load(transformers.AutoTokenizer, args.model, "model")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model {args.model}: its tokenizer has no EOS token, so no response could end; set one and save it")
+    rows = load_rows(args, args.dataset, args.dataset_split, "dataset", tokenizer)
+    eval_rows = load_rows(args, args.eval_dataset, args.eval_split, "eval_dataset", tokenizer)
+    num_prompts, local_batch = args.batch_size // args.samples_per_prompt, args.batch_size // world_size
+    if len(rows) < num_prompts:
+        fail(f"--dataset {args.dataset}: its {len(rows)} prompts are fewer than the {num_prompts} of a rollout")
+    reward = load_reward(args, device)
+    policy = load_policy(args.model, "model", device)
+    reference = load_policy(args.ref_model or args.model, "ref_model", device)
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(row["prompt_ids"]) for row in rows + eval_rows)
+    if limit and longest + args.max_response_length > limit:
+        text = f"{longest} tokens of the longest prompt and so many of response are more than the model's {limit}"
+        fail(f"--max_response_length {args.max_response_length}: {text}; lower it, or --max_prompt_length")
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable({"use_reentrant": False})
+    adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
+    stateful = {"policy": policy, "optimizer": optimizer}
+
+    start = checkpoint["iteration"] if checkpoint else 0
+    for name, part in stateful.items() if checkpoint else ():
+        part.load_state_dict(checkpoint[name])
+    checkpoint = None  # a second copy of everything, which need not stay
+    model = policy
+    if world_size > 1:
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+        model = DistributedDataParallel(policy, broadcast_buffers=False)
+
+    # 2. The run folder, and the arithmetic of the run
+    run_dir = open_run_folder(args, start) if rank == 0 else None
+    tracker = start_tracking(args, run_dir) if rank == 0 and args.track else None
+    say(f"{args.exp_name}: {policy.num_parameters():,} parameters on {world_size} x {device.type}, writes to {run_dir}")
+    k, per_step = args.samples_per_prompt, args.batch_size // args.num_minibatches
+    say(f"rollout: {num_prompts} prompts x {k} = {args.batch_size} responses, {local_batch} of them on each rank")
+    say(f"update: {args.update_epochs} x {args.num_minibatches} optimizer steps of {per_step} responses")
+    hide_bar = rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=args.num_iterations, initial=start, disable=hide_bar, dynamic_ncols=True)
+
+    def clock() -> float:
+        if use_cuda:
+            torch.cuda.synchronize()  # kernels run behind: without this a phase would pay for the one before
+        return time.perf_counter()
+
+    def evaluate_and_log(iteration: int, metrics: dict, samples: list[dict]) -> None:
+        due = args.eval_every and (iteration % args.eval_every == 0 or iteration == args.num_iterations)
+        if eval_rows and due:
+            results, held_out = evaluate(args, policy, tokenizer, reward, eval_rows, rank, world_size)
+            rates = [f"{k.removeprefix('eval/pass_rate/')}: {v:.3f}" for k, v in results.items() if "pass_rate" in k]
+            say(f"held out, greedy, after {iteration} iterations    pass rate    " + "    ".join(rates))
+            for sample in held_out:
+                say(f"    {sample['score']:5.2f}  {sample['prompt']!r} -> {sample['response']!r}")
+            metrics, samples = metrics | results, samples + [{"split": "held out"} | sample for sample in held_out]
+        for name, lines in {"metrics.jsonl": [metrics], "samples.jsonl": samples}.items() if rank == 0 else ():
+            with Path(run_dir, name).open("a") as file:
+                file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
+        if tracker:
+            tracker.log(metrics, step=iteration)
+
+    if start == 0:
+        evaluate_and_log(0, {}, [])
+    for iteration in range(start + 1, args.num_iterations + 1):
+        # Every draw of an iteration follows from (seed, iteration, rank): a resumed run needs no generator's state.
+        torch.manual_seed(((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63)
+        times = [clock()]
+
+        # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each
+        epoch, step = divmod(iteration - 1, len(rows) // num_prompts)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
+        order = order[step * num_prompts : (step + 1) * num_prompts].chunk(world_size)[rank]
+        batch = [rows[i] for i in order.tolist() for _ in range(args.samples_per_prompt)]
+        with autocast(args, device):
+            generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
+
+        sequences, attention_mask, response_mask = generated  # (B, P+T), (B, P+T), (B, T)
+        rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
+        times.append(clock())
+
+        # 4. Scores
+        raw_scores = score(args, reward, tokenizer, batch, *generated)  # (B,)
+        truncated = is_truncated(policy, tokenizer, sequences, response_mask)  # (B,)
+        rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
+
+        times.append(clock())
+
+        # 5. Log-probs of the policy that sampled and of the reference; their difference is the KL (k1)
+        logprobs, ref_logprobs, entropy = (torch.zeros(response_mask.shape, device=device) for _ in range(3))  # (B, T)
+        with torch.no_grad(), autocast(args, device):
+            for index, mb in micro_batches(rollout, torch.arange(local_batch, device=device), args.micro_batch_size):
+                inputs = mb["sequences"], mb["attention_mask"], mb["response_mask"].shape[1], args.temperature
+                here = index, slice(inputs[2])
+                logprobs[here], entropy[here] = token_logprobs(policy, *inputs)
+                ref_logprobs[here], _ = token_logprobs(reference, *inputs)
+
+        kl = (logprobs - ref_logprobs).masked_fill(~response_mask, 0.0)  # (B, T)
+        rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
+        times.append(clock())
+
+        # 6. Advantages
+        rollout |= compute_advantages(args, rollout)
+
+        # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(args, iteration)
+        steps, grad_norms, deviations = [], [], torch.zeros(world_size, device=device)
+        checkpoint_layers(policy, args.gradient_checkpointing)
+        for _ in range(args.update_epochs):
+            for minibatch in torch.randperm(local_batch, device=device).chunk(args.num_minibatches):
+                # Counted over the whole step: neither micro-batches nor ranks change a token's weight.
+                num_sequences = len(minibatch) * world_size
+                num_tokens = all_sum(response_mask[minibatch].sum())
+                stats, remaining = {}, len(minibatch)
+
+                for index, mb in micro_batches(rollout, minibatch, args.micro_batch_size):
+                    inputs = mb["sequences"], mb["attention_mask"], mb["response_mask"].shape[1], args.temperature
+                    remaining -= len(index)
+                    # Ranks exchange gradients once per step, after its last micro-batch.
+                    with model.no_sync() if world_size > 1 and remaining else contextlib.nullcontext():
+                        with autocast(args, device):
+                            new_logprobs, _ = token_logprobs(model, *inputs)  # (b, t)
+                        loss, mb_stats = policy_loss(args, mb, new_logprobs, num_sequences, num_tokens)
+                        (loss * world_size).backward()  # DistributedDataParallel averages over ranks, we want the sum
+
+                    stats = {name: stats.get(name, 0.0) + value for name, value in mb_stats.items()}
+                    if not steps:  # the policy is still the one that sampled: a ratio other than 1 would be a defect
+                        ratio = (new_logprobs.detach() - mb["logprobs"]).masked_fill(~mb["response_mask"], 0.0).exp()
+                        deviations[rank] = deviations[rank].maximum((ratio - 1).abs().max())
+
+                grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.append(stats)
+
+        checkpoint_layers(policy, False)
+        times.append(clock())
+
+        # 8. Log, evaluate, save
+        every, lengths = torch.ones_like(truncated), response_mask.sum(1)
+        means = {
+            "score": (raw_scores, every),
+            "pass_rate": (raw_scores > 0, every),
+            "kl": (kl.sum(1), every),
+            "kl_per_token": (kl, response_mask),
+            "entropy": (entropy, response_mask),
+            "response_length": (lengths, every),
+            "truncated": (truncated, every),
+        }
+        metrics = {name: mean_std(x.float(), mask)[0] for name, (x, mask) in means.items()}
+        metrics["score_std"] = mean_std(raw_scores, every)[1]
+        metrics["advantage_std"] = mean_std(rollout["advantages"], response_mask)[1]
+        metrics |= {name: all_sum(sum(stats[name] for stats in steps)) / len(steps) for name in steps[0]}
+        metrics["ratio_deviation"] = all_sum(deviations).max()
+        metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics["learning_rate"] = learning_rate_at(args, iteration)
+        metrics["tokens_per_second"] = all_sum(lengths.sum()) / (times[-1] - times[0])
+        phases = zip(("rollout", "score", "logprobs", "update"), times, times[1:])
+        metrics = {name: float(x) for name, x in metrics.items()} | {f"seconds/{p}": b - a for p, a, b in phases}
+
+        names = {"score": "score", "pass_rate": "pass rate", "kl": "KL", "response_length": "length"}
+        line = "   ".join(f"{label} {metrics[name]:6.3f}" for name, label in names.items())
+        line += f"   {metrics['tokens_per_second']:6.0f} tokens/s"
+        bar.update()
+        bar.set_postfix_str(line)
+        if iteration % args.log_every == 0 or iteration in (1, args.num_iterations):
+            say(f"iteration {iteration:4d}   {line}")
+        samples = [] if iteration % args.log_every else describe(tokenizer, batch, raw_scores, *generated)
+        evaluate_and_log(iteration, metrics, samples[: args.num_samples])
+        if rank == 0 and (iteration == args.num_iterations or (args.save_every and iteration % args.save_every == 0)):
+            save_checkpoint(args, run_dir, iteration, world_size, stateful)
+
+    # 9. The result, as a Hugging Face folder
+    bar.close()
+    if rank == 0:
+        policy.save_pretrained(run_dir / "model")
+        tokenizer.save_pretrained(run_dir / "model")
+        say(f"saved {run_dir / 'model'}")
+    if tracker:
+        tracker.finish()
+
+    if world_size > 1:
+        del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(parse_args())
