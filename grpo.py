@@ -181,8 +181,8 @@ def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_token
     """PPO's clipped objective with a k3 penalty: mean over the tokens of a response, then over responses (Eq. 3, 4).
 
     logprobs (B, T) are differentiated; mb holds logprobs (of the sampling policy), ref_logprobs, advantages and
-    response_mask, all (B, T). The loss is the sum here over num_sequences of the whole optimizer step: sums over
-    micro-batches and ranks are the mean over its responses. clip_fraction is over its num_tokens.
+    response_mask, all (B, T). num_sequences and num_tokens count the whole optimizer step: added up over micro-batches
+    and ranks, what each call returns is the mean over all its responses; clip_fraction over all its tokens.
     """
     mask, advantages = mb["response_mask"], mb["advantages"]
     ratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0).exp()  # (B, T)

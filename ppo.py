@@ -247,10 +247,10 @@ class Critic(torch.nn.Module):
 def load_critic(args, device: torch.device) -> Critic:
     """The critic in float32 and eval mode: the reward model with its head, or a language model with a new head of 0."""
     name = args.critic_model or (args.model if args.reward == "exact_answer" or ".py" in args.reward else args.reward)
-    options = {"num_labels": 1, "dtype": torch.float32}
-    model = load(transformers.AutoModelForSequenceClassification, name, "critic_model", **options)
-    if name != args.reward:
-        torch.nn.init.zeros_(model.score.weight)  # so that the first values are 0, and not noise
+    options = {"num_labels": 1, "dtype": torch.float32, "output_loading_info": True}
+    model, info = load(transformers.AutoModelForSequenceClassification, name, "critic_model", **options)
+    if any("score" in key for key in info["missing_keys"]):
+        torch.nn.init.zeros_(model.score.weight)  # a new head: the first values are 0, and not noise
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     critic = Critic(model).to(device).eval()

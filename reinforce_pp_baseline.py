@@ -185,8 +185,8 @@ def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_token
     """PPO's clipped objective with a k2 penalty, token mean.
 
     logprobs (B, T) are differentiated; mb holds logprobs (of the sampling policy), ref_logprobs, advantages and
-    response_mask, all (B, T). The loss is the sum here over num_tokens of the whole optimizer step: sums over
-    micro-batches and ranks are the mean over its tokens. So are the stats.
+    response_mask, all (B, T). num_tokens counts the whole optimizer step: added up over micro-batches and ranks, what
+    each call returns is the mean over all its tokens. The stats likewise.
     """
     mask, advantages = mb["response_mask"], mb["advantages"]
     ratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0).exp()  # (B, T)

@@ -176,8 +176,8 @@ def compute_advantages(args, rollout: dict) -> dict:
 def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_tokens) -> tuple[torch.Tensor, dict]:
     """REINFORCE, token mean.
 
-    logprobs (B, T) are differentiated; mb holds advantages and response_mask (B, T). The loss is the sum here over
-    num_tokens of the whole optimizer step: sums over micro-batches and ranks are the mean over its tokens.
+    logprobs (B, T) are differentiated; mb holds advantages and response_mask (B, T). num_tokens counts the whole
+    optimizer step: added up over micro-batches and ranks, what each call returns is the mean over all its tokens.
     """
     mask = mb["response_mask"]
     loss = -(mb["advantages"][mask] * logprobs[mask]).sum() / num_tokens

@@ -175,8 +175,8 @@ def compute_advantages(args, rollout: dict) -> dict:
 def policy_loss(args, mb: dict, logprobs: torch.Tensor, num_sequences, num_tokens) -> tuple[torch.Tensor, dict]:
     """REINFORCE on whole responses: the sum over tokens, the mean over responses.
 
-    logprobs (B, T) are differentiated; mb holds advantages and response_mask (B, T). The loss is the sum here over
-    num_sequences of the whole optimizer step: sums over micro-batches and ranks are the mean over its responses.
+    logprobs (B, T) are differentiated; mb holds advantages and response_mask (B, T). num_sequences counts the whole
+    optimizer step: added up over micro-batches and ranks, what each call returns is the mean over all its responses.
     """
     mask = mb["response_mask"]
     loss = -(mb["advantages"][mask] * logprobs[mask]).sum() / num_sequences

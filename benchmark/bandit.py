@@ -128,8 +128,34 @@ def table(results: dict) -> str:
             shown = " | ".join(f"{c['cosine']:.3f} / {c['norm']:.2f} / {c['noise']:.2f}" for c in row)
             lines.append(f"| `{name}` | {shown} |")
         lines.append("")
+    lines += [
+        "**Weight of a prompt in GRPO's expected gradient** against one of pass rate 0.5; exact",
+        "",
+        grpo_weights(),
+        "",
+    ]
     lines.append(f"Made by `{results['command']}`: {results['draws']} batches a cell, seed {results['seed']}.")
     return "\n".join(lines) + "\n"
+
+
+def grpo_weights() -> str:
+    """How much more a prompt of pass rate p weighs in GRPO's expected gradient than one of 0.5, for scores 0 and 1.
+
+    With m of k responses right, the group's part in direction of the right answer is sqrt(m (k-m) (k-1) / k) / k, where
+    the true gradient has p (1-p); exact, by the sum over the binomial distribution of m.
+    """
+    lines = ["| pass rate | k = 2 | k = 8 | k = 64 |", "|---|---|---|---|"]
+    for p in (0.01, 0.1, 0.3, 0.5):
+        row = []
+        for k in (2, 8, 64):
+            weight = {}
+            for q in (p, 0.5):
+                odds = [math.comb(k, m) * q**m * (1 - q) ** (k - m) for m in range(k + 1)]
+                mean = math.fsum(odds[m] * math.sqrt(m * (k - m) * (k - 1) / k) / k for m in range(k + 1))
+                weight[q] = mean / (q * (1 - q))
+            row.append(f"{weight[p] / weight[0.5]:.2f}")
+        lines.append(f"| {p} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def draw(results: dict, path: Path) -> None:

@@ -7,6 +7,7 @@ A mutant is a copy of the repository in which one line of one script says someth
 with it fail. Exit code 1 if one survives.
 """
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 RPP, SFT = "reinforce_pp.py", "sft.py"
 RANKS = "tests/test_ranks.py"
-INVARIANT = f"{RANKS} -k float64"
+INVARIANT = f"{RANKS} -k float64-1e-12-0.3-reinforce_pp"
+SIBLINGS = "tests/test_siblings.py"
 
 # name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
 MUTANTS = [
@@ -208,6 +210,80 @@ MUTANTS = [
         "(-loss).backward()",
         "tests/test_script.py -k learns",
     ),
+    (
+        "grpo: groups across prompts",
+        "grpo.py",
+        ".view(-1, args.samples_per_prompt)",
+        ".view(args.samples_per_prompt, -1).T.contiguous()",
+        SIBLINGS,
+    ),
+    ("grpo: equal scores", "grpo.py", "masked_fill(equal, 0.0)", "masked_fill(equal & False, 0.0)", SIBLINGS),
+    ("grpo: k3 upside down", "grpo.py", "k3 = (-d).exp() - 1 + d", "k3 = d.exp() - 1 - d", SIBLINGS),
+    (
+        "grpo: token mean",
+        "grpo.py",
+        "(token_losses.sum(1) / mask.sum(1)).sum() / num_sequences",
+        "token_losses.sum() / num_tokens",
+        SIBLINGS,
+    ),
+    (
+        "rloo: its own score in the baseline",
+        "rloo.py",
+        "(groups.sum(1, keepdim=True) - groups) / (k - 1)",
+        "groups.mean(1, keepdim=True)",
+        SIBLINGS,
+    ),
+    (
+        "rloo: mean over tokens",
+        "rloo.py",
+        "logprobs[mask]).sum() / num_sequences",
+        "logprobs[mask]).sum() / num_tokens",
+        SIBLINGS,
+    ),
+    (
+        "baseline: statistics over tokens",
+        "reinforce_pp_baseline.py",
+        "n = all_sum(torch.ones_like(centered).sum())",
+        'n = all_sum(rollout["response_mask"].sum())',
+        SIBLINGS,
+    ),
+    (
+        "remax: no greedy baseline",
+        "remax.py",
+        'rollout["scores"] - rollout["greedy_scores"]',
+        'rollout["scores"]',
+        SIBLINGS,
+    ),
+    (
+        "remax: kl of this token only",
+        "remax.py",
+        "returns = rewards.flip(1).cumsum(1).flip(1)",
+        "returns = rewards.clone()",
+        SIBLINGS,
+    ),
+    (
+        "ppo: targets from whitened advantages",
+        "ppo.py",
+        '"returns": (advantages + values)',
+        '"returns": (whiten(advantages, mask) + values)',
+        SIBLINGS,
+    ),
+    ("ppo: no discount by lambda", "ppo.py", "args.gae_lambda * running", "running", SIBLINGS),
+    ("ppo: the smaller value error", "ppo.py", "0.5 * torch.max(", "0.5 * torch.min(", SIBLINGS),
+    (
+        "ppo: critic per rank",
+        "ppo.py",
+        "(critic_loss * world_size).backward()",
+        "critic_loss.backward()",
+        f"{RANKS} -k 'float64 and ppo'",
+    ),
+    (
+        "a skeleton drifts",
+        "rloo.py",
+        "        # 6. Advantages\n",
+        "        # 6. The advantages\n",
+        "tests/test_skeleton.py",
+    ),
     ("loss on the prompt", SFT, "~completion_mask[:, 1:]", "~attention_mask[:, 1:].bool()", "tests/test_sft.py"),
     ("loss on the wrong token", SFT, "~completion_mask[:, 1:]", "~completion_mask[:, :-1]", "tests/test_sft.py"),
     ("no eos in the examples", SFT, "+ [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
@@ -239,7 +315,7 @@ def tests_pass(tests: str, script: str = "", old: str = "", new: str = "") -> bo
             if source.count(old) != 1:
                 raise SystemExit(f"{script} has {source.count(old)} places like {old!r}: bring the mutant up to date")
             (copy / script).write_text(source.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
         result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
             raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")

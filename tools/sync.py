@@ -47,8 +47,8 @@ def merge(mine: str, before: str, after: str) -> str | None:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--diff"] and len(arguments) == 3:
-        one, other = (ROOT / f"{name.removesuffix('.py')}.py" for name in arguments[1:])
-        subprocess.run(["git", "diff", "--no-index", "--", one, other])
+        one, other = (f"{name.removesuffix('.py')}.py" for name in arguments[1:])
+        subprocess.run(["git", "diff", "--no-index", "--", one, other], cwd=ROOT)
         return 0
     if arguments:
         print(__doc__)
