@@ -90,6 +90,32 @@ def table(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(results: dict) -> str:
+    """A line for each script: mean over the seeds, and from the lowest to the highest."""
+    lines = [
+        "| script | accuracy in training, iteration 1 | last 10 iterations | length | greedy 2-5 | 6 | 8 | seconds |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for script in dict.fromkeys(run["script"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["script"] == script]
+
+        def show(values: list[float], digits: int) -> str:
+            mean = sum(values) / len(values)
+            return f"{mean:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+        after = [list(run["held_out"].values())[-1] for run in runs]
+        length = f"{sum(run['response_length'][0] for run in runs) / len(runs):.1f} → "
+        length += f"{sum(last(run['response_length']) for run in runs) / len(runs):.1f}"
+        first, end = [run["pass_rate"][0] for run in runs], [last(run["pass_rate"]) for run in runs]
+        greedy = " | ".join(show([held_out[group] for held_out in after], 2) for group in GROUPS)
+        seconds = show([run["seconds"] for run in runs], 0)
+        lines.append(f"| `{script}.py` | {show(first, 2)} | {show(end, 3)} | {length} | {greedy} | {seconds} |")
+    before = next(iter(results["runs"][0]["held_out"].values()))
+    greedy = ", ".join(f"{before[group]:.3f} on {group}" for group in GROUPS)
+    lines += ["", f"Greedy accuracy before training: {greedy}."]
+    return "\n".join(lines) + "\n"
+
+
 def draw(results: dict, path: Path) -> None:
     import matplotlib
 
@@ -105,10 +131,11 @@ def draw(results: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
     for axis, (key, title) in zip(axes, panels.items()):
         for color, script in enumerate(scripts):
-            for i, run in enumerate(run for run in results["runs"] if run["script"] == script):
-                iterations = range(1, len(run[key]) + 1)
-                label = script if i == 0 else None
-                axis.plot(iterations, run[key], color=f"C{color}", alpha=0.55, linewidth=1.2, label=label)
+            curves = list(zip(*(run[key] for run in results["runs"] if run["script"] == script)))  # by iteration
+            iterations = range(1, len(curves) + 1)
+            mean = [sum(values) / len(values) for values in curves]
+            axis.plot(iterations, mean, color=f"C{color}", linewidth=1.5, label=script)
+            axis.fill_between(iterations, list(map(min, curves)), list(map(max, curves)), color=f"C{color}", alpha=0.12)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration")
         axis.grid(alpha=0.25)
@@ -135,9 +162,9 @@ def main(args: Args) -> None:
         text = ",\n".join(json.dumps(run) for run in runs)
         results_path.write_text(f'{{"made": {json.dumps(made)},\n"runs": [\n{text}\n]}}\n')
     results = json.loads(results_path.read_text())
-    results_path.with_suffix(".md").write_text(table(results))
+    results_path.with_suffix(".md").write_text(summary(results) + "\n" + table(results))
     draw(results, ROOT / "docs" / f"{args.name}.png")
-    print(table(results))
+    print(summary(results))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ def reward(completions, prompts, **columns):
 
 
 def fixed_response(tokenizer, ids: list[int], copy: int) -> list[int]:
-    """A guess, or the beginning of a worked-out answer with slips: 3 to 12 tokens, with EOS unless cut at 12."""
+    """A guess, or the beginning of a worked-out answer with slips, cut so that lengths are uneven: 3 to 12 tokens."""
     numbers = [id - 3 for id in ids[::2]]
     text = f"answer {(sum(numbers) + copy) % 10}"
     if (sum(ids) + copy) % 2:
         steps = [f"{b} = {(a + b + copy) % 10}" for a, b in pairwise(numbers)]
         text = f"think {numbers[0]} + " + " + ".join(steps) + f" {text}"
     response = [*tokenizer(text)["input_ids"], 1]
-    return response[:12]
+    return response[: 4 + (sum(ids) * 3 + copy * 5) % 9]
 
 
 def fixed_generate(model, tokenizer, prompts, args, greedy=False):
@@ -73,6 +73,9 @@ def record(script, dtype: str, *flags: str, sample: bool = False) -> dict:
         if not sample:
             patch.setattr(script, "generate", fixed_generate)
         patch.setattr(script, "load_policy", lambda *args: load_policy(*args).to(torch.get_default_dtype()))
+        if hasattr(script, "load_critic"):
+            load_critic = script.load_critic
+            patch.setattr(script, "load_critic", lambda *args: load_critic(*args).to(torch.get_default_dtype()))
         patch.setattr(script, "compute_advantages", recording_advantages)
         patch.setattr(torch.optim.AdamW, "step", recording_step)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)

@@ -202,13 +202,19 @@ MUTANTS = [
         "if False:",
         "tests/test_reward.py",
     ),
-    ("it does not learn", RPP, "                optimizer.step()\n", "", "tests/test_script.py -k learns"),
+    (
+        "it does not learn",
+        RPP,
+        "                optimizer.step()\n",
+        "",
+        "tests/test_script.py -k 'script_learns and reinforce_pp'",
+    ),
     (
         "it learns the wrong way",
         RPP,
         "(loss * world_size).backward()",
         "(-loss).backward()",
-        "tests/test_script.py -k learns",
+        "tests/test_script.py -k 'script_learns and reinforce_pp'",
     ),
     (
         "grpo: groups across prompts",

@@ -121,9 +121,24 @@ def test_classifier_with_several_outputs_is_no_reward_model(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("script", POLICY_SCRIPTS)
-def test_it_learns_the_toy(tmp_path, script):
-    """The README's first command. An untrained policy stays at 0.38, one with the sign flipped falls to 0."""
-    output = launch(ROOT / f"{script}.py", "--runs_dir", tmp_path).stdout
+def test_every_script_learns(tmp_path, monkeypatch, script):
+    """Half of the default iterations: five seeds of each script end at 0.83 or more. An untrained policy stays at 0.38,
+    one with the sign flipped falls to 0."""
+    module = importlib.import_module(script)
+    monkeypatch.setattr(
+        sys, "argv", [script, "--runs_dir", str(tmp_path), *"--num_iterations 40 --eval_every 0".split()]
+    )
+    module.main(module.parse_args())
+    metrics = read_jsonl(the_run(tmp_path) / "metrics.jsonl")
+    rates, lengths = ([line[key] for line in metrics[1:]] for key in ("pass_rate", "response_length"))
+    assert sum(rates[:3]) / 3 <= 0.46 and sum(rates[-5:]) / 5 >= 0.75
+    assert sum(lengths[-5:]) / 5 >= 1.5 * sum(lengths[:3]) / 3
+    assert all(line["ratio_deviation"] < 1e-4 for line in metrics[1:])
+
+
+def test_the_demonstration_learns_the_toy(tmp_path):
+    """The README's first command, as it says."""
+    output = launch(ROOT / "reinforce_pp.py", "--runs_dir", tmp_path).stdout
     metrics = read_jsonl(the_run(tmp_path) / "metrics.jsonl")
     first, last = metrics[1:4], metrics[-10:]
     mean = lambda lines, key: sum(line[key] for line in lines) / len(lines)  # noqa: E731
@@ -134,7 +149,6 @@ def test_it_learns_the_toy(tmp_path, script):
         before, after = metrics[0][f"eval/pass_rate/{group}"], metrics[-1][f"eval/pass_rate/{group}"]
         assert after > before + 0.3
         assert f"{group}: {before:.3f}" in output and f"{group}: {after:.3f}" in output
-    assert all(line["ratio_deviation"] < 1e-4 for line in metrics[1:])
     assert metrics[1]["kl"] == pytest.approx(0, abs=1e-5) and metrics[-1]["kl"] > 0.1
 
 
