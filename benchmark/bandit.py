@@ -29,7 +29,7 @@ NAMES = ["reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"
 SCRIPTS = {name: importlib.import_module(name) for name in NAMES}
 PROMPTS, ACTIONS = 16, 8
 SETTINGS = {
-    "alike": "prompts alike: scores of all actions from N(0, 1)",
+    "alike": "prompts alike: scores of all actions of all prompts from N(0, 1)",
     "means": "prompts of different mean: the same, plus N(0, 3) for each prompt",
     "rates": "scores 0 and 1, pass rates from 0.02 to 0.98",
     "scales": "prompts of different scale: the same, times 0.1 to 10",
@@ -164,25 +164,31 @@ def draw(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 4, figsize=(14, 6), constrained_layout=True)
+    by_k, by_size = [(k, 128) for k in (2, 4, 8, 16)], [(4, size) for size in (4, 16, 64, 512)]
+    rows = [("cosine", by_k), ("noise", by_k), ("cosine", by_size), ("noise", by_size)]
+    labels = {"cosine": "cosine with the true gradient", "noise": "noise-to-signal"}
+    figure, axes = plt.subplots(4, 4, figsize=(13, 11), constrained_layout=True)
     for column, setting in enumerate(SETTINGS):
-        for name in NAMES:
-            row = [results["cells"][f"{setting} {name} {k} 128"] for k in (2, 4, 8, 16)]
-            style = {"marker": "o", "markersize": 4, "label": name, "linewidth": 1.3}
-            axes[0][column].plot((2, 4, 8, 16), [c["cosine"] for c in row], **style)
-            axes[1][column].plot((2, 4, 8, 16), [c["noise"] for c in row], **style)
-        axes[0][column].set_title(SETTINGS[setting].split(":")[0].split(",")[0], fontsize=10)
-        axes[0][column].set_ylim(0.6, 1.02)
-        axes[1][column].set_yscale("log")
-        axes[1][column].set_xlabel("k, of 128 responses")
-        for axis in (axes[0][column], axes[1][column]):
+        for axis, (key, points) in zip(axes[:, column], rows):
+            xs = [k if points is by_k else size for k, size in points]
+            for name in NAMES:
+                ys = [results["cells"][f"{setting} {name} {k} {size}"][key] for k, size in points]
+                axis.plot(xs, ys, marker="o", markersize=4, linewidth=1.3, label=name)
             axis.set_xscale("log", base=2)
-            axis.set_xticks((2, 4, 8, 16), ("2", "4", "8", "16"))
+            axis.set_xticks(xs, list(map(str, xs)))
+            axis.set_xlabel("k, of 128 responses" if points is by_k else "responses, k = 4")
             axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("cosine with the true gradient")
-    axes[1][0].set_ylabel("noise-to-signal")
+            if key == "cosine":
+                axis.set_ylim(0.4, 1.03)
+            elif points is by_size:
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(0, 6)
+        axes[0][column].set_title(SETTINGS[setting].split(":")[0].split(",")[0], fontsize=11)
+    for axis, (key, _) in zip(axes[:, 0], rows):
+        axis.set_ylabel(labels[key])
     axes[0][0].legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def main(args: Args) -> None:
