@@ -47,7 +47,9 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tmp_path, name, dtyp
         assert distance(gradient, [*chain(*rank["gradients"])]) < tolerance
     both = torch.cat([rank["advantages"][0].flatten() for rank in ranks])
     one = whole["advantages"][0].flatten()
-    torch.testing.assert_close(one[one != 0].sort()[0], both[both != 0].sort()[0], rtol=0, atol=10 * tolerance)
+    torch.testing.assert_close(
+        one[one != 0].sort()[0], both[both != 0].sort()[0], rtol=0, atol=max(tolerance, 1e-5 * (dtype == "float32"))
+    )
 
 
 @pytest.mark.parametrize("script", ["reinforce_pp", "ppo"])
