@@ -182,7 +182,9 @@ def test_expected_gradient_is_that_of_reward_minus_beta_kl(beta):
     probs = torch.tensor([PROBS[prefix] for prefix in PREFIXES], dtype=torch.float64) / 4
     logits = probs.log().requires_grad_()
     ref_logits = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    score = lambda response: math.sin(7.0 * sum((t + 1) * (token + 1) for t, token in enumerate(response)))  # noqa: E731
+
+    def score(response) -> float:
+        return math.sin(7.0 * sum((t + 1) * (token + 1) for t, token in enumerate(response)))
 
     rows = []
     for response in all_responses():

@@ -189,7 +189,10 @@ def enumerated_gradient(name: str, beta: float, k: int) -> tuple[torch.Tensor, t
     script = MODULES[name]
     logits = (torch.tensor([PROBS[p] for p in PREFIXES], dtype=torch.float64) / 4).log().requires_grad_()
     ref_logits = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    score = lambda response: math.sin(7.0 * sum((t + 1) * (token + 1) for t, token in enumerate(response)))  # noqa: E731
+
+    def score(response) -> float:
+        return math.sin(7.0 * sum((t + 1) * (token + 1) for t, token in enumerate(response)))
+
     responses = all_responses()
     logprob, ref_logprob = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     args = script.Args(kl_coef=beta, samples_per_prompt=k)
