@@ -130,8 +130,8 @@ MUTANTS = [
     (
         "dropout on",
         RPP,
-        "dtype=torch.float32).to(device).eval()",
-        "dtype=torch.float32).to(device).train()",
+        "    return model.to(device).eval()\n",
+        "    return model.to(device).train()\n",
         "tests/test_rollout.py -k dropout",
     ),
     (
@@ -176,7 +176,7 @@ MUTANTS = [
     (
         "resume draws from the seed again",
         RPP,
-        "torch.manual_seed((args.seed * 1_000_003 + iteration) * 65_537 + rank)",
+        "torch.manual_seed(((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63)",
         "iteration == start + 1 and torch.manual_seed(args.seed * 65_537 + rank)",
         "tests/test_resume.py -k is_exact",
     ),

@@ -7,6 +7,7 @@ import re
 import pytest
 import sync
 from conftest import POLICY_SCRIPTS, ROOT
+from mutants import MUTANTS
 from sync import MOTHER, SIBLINGS, merge, skeleton
 
 INSERTS = {"remax": 5, "ppo": 30}  # scripts that may insert lines, and how many
@@ -88,3 +89,10 @@ def test_sync_carries_an_edit_into_every_sibling_and_refuses_a_conflict():
         assert "say('done')" in merged and sync.OWN.findall(merged) == sync.OWN.findall(SOURCES[name])
     clashing = SOURCES["rloo"].replace("    bar.close()\n", "    bar.close()  # mine\n")
     assert merge(clashing, before, before.replace("    bar.close()\n", "    bar.close()  # yours\n")) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])
+def test_mutants_are_up_to_date(mutant):
+    """A mutant changes a line that is there, once. Whether a test notices it, mutants.py finds out."""
+    _, script, old, new, _ = mutant
+    assert (ROOT / script).read_text().count(old) == 1 and old != new
