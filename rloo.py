@@ -89,6 +89,9 @@ class Reward:
     reward: str = "exact_answer"
     """The rule exact_answer (1 or -1); file.py:function, called by keyword with the lists prompts, completions (texts)
     and every other column, which returns a list of numbers; or a reward model: hub id or folder."""
+    monitor: str | None = None
+    """A second score of every response, named as in --reward; logged, never trained on. The rule beside a reward model
+    shows whether the policy gets better, or better at pleasing the model."""
     answer_marker: str = "answer"
     """For exact_answer: what comes after the last occurrence of this must equal the column `answer`."""
     missing_eos_penalty: float = 0.0
@@ -282,9 +285,10 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
         rows = datasets.load_dataset(**source).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
         fail(f"--{flag} {name}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
-    for column in ["prompt", "answer"] if args.reward == "exact_answer" else ["prompt"]:
+    rule = "exact_answer" in (args.reward, args.monitor)
+    for column, user in {"prompt": "a rollout", **({"answer": "exact_answer"} if rule else {})}.items():
         if not rows or column not in rows[0]:
-            fail(f"--{flag} {name}: has no column `{column}`, which --reward {args.reward} needs; rename or add it")
+            fail(f"--{flag} {name}: has no column `{column}`, which {user} needs; rename or add it")
     for row in rows:
         if isinstance(row["prompt"], str):
             row["prompt_ids"] = tokenizer(row["prompt"])["input_ids"]
@@ -391,21 +395,30 @@ def exact_answer(completions, answer, answer_marker, **columns) -> list[float]:
     return [1.0 if p[1] and p[2].strip() == str(a).strip() else -1.0 for p, a in zip(parts, answer, strict=True)]
 
 
-def load_reward(args, device: torch.device):
-    """What --reward names: a function of prompts, completions and columns, or a reward model with its tokenizer."""
-    if args.reward == "exact_answer":
+def load_reward(args, device: torch.device, flag: str = "reward"):
+    """What --reward, or --monitor, names: a function of prompts, completions and columns, or a reward model with its
+    tokenizer."""
+    name = getattr(args, flag)
+    if name == "exact_answer":
         return functools.partial(exact_answer, answer_marker=args.answer_marker)
-    path, _, name = args.reward.rpartition(":")
-    if args.reward.endswith(".py") or path.endswith(".py"):
-        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(name)):
-            fail(f"--reward {args.reward}: there is no function {name} in a file {path}; give path/to/file.py:function")
+    path, _, function_name = name.rpartition(":")
+    if name.endswith(".py") or path.endswith(".py"):
+        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(function_name)):
+            reason = f"there is no function {function_name} in a file {path}"
+            fail(f"--{flag} {name}: {reason}; give path/to/file.py:function")
         return function
-    model = load(transformers.AutoModelForSequenceClassification, args.reward, "reward", dtype=torch.float32)
-    if model.config.num_labels != 1:
-        fail(f"--reward {args.reward}: has {model.config.num_labels} outputs, a reward model has 1; give another")
+    config = load(transformers.AutoConfig, name, flag)
+    kind = ", ".join(config.architectures or [])
+    if kind and "SequenceClassification" not in kind:
+        fail(f"--{flag} {name}: is a {kind}, which has no score; make a reward model of it with reward_model.py")
+    if config.num_labels != 1:
+        fail(f"--{flag} {name}: has {config.num_labels} outputs, a reward model has 1; give another")
+    model = load(transformers.AutoModelForSequenceClassification, name, flag, dtype=torch.float32)
     if not hasattr(model, "score"):
-        fail(f"--reward {args.reward}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
-    return model.to(device).eval(), load(transformers.AutoTokenizer, args.reward, "reward")
+        fail(f"--{flag} {name}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
+    if not all(x.isfinite().all() for x in model.state_dict().values()):
+        fail(f"--{flag} {name}: has weights that are NaN or infinite, and so would its scores; train it again")
+    return model.to(device).eval(), load(transformers.AutoTokenizer, name, flag)
 
 
 def autocast(args, device: torch.device):
@@ -413,39 +426,70 @@ def autocast(args, device: torch.device):
     return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
+def read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask) -> list[list[int]]:
+    """Token ids of the prompts with their responses, as a reward model with reward_tokenizer has learned to read them.
+
+    Where the policy's ids mean the same to it they stay; a chat gets what the template writes behind its EOS (often a
+    newline). Otherwise the text goes through its own template and tokenizer, and ends with its own EOS.
+    """
+    eos, has_template = reward_tokenizer.eos_token_id, bool(reward_tokenizer.chat_template)
+    same_ids, behind_eos = tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items(), []
+
+    def template(chat: list[dict]) -> list[int]:
+        return reward_tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+
+    if same_ids and has_template:
+        ids = template([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        behind_eos = ids[len(ids) - ids[::-1].index(eos) :] if eos in ids else []
+    result = []
+    for row, text, ids, mask in zip(rows, texts, sequences, attention_mask, strict=True):
+        prompt, ids = row["prompt"], ids[mask.bool()].tolist()
+        ended = ids[-1] in tokenizer.all_special_ids  # EOS, of whatever kind; a truncated response has none
+        if same_ids:
+            result.append(ids + behind_eos * (ended and not isinstance(prompt, str)))
+        elif has_template:
+            chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = template([*chat, {"role": "assistant", "content": text}])
+            result.append(ids if eos is None or eos in ids else [*ids, eos])
+        else:
+            if not isinstance(prompt, str):
+                prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+            ids = reward_tokenizer(prompt)["input_ids"] + reward_tokenizer(text, add_special_tokens=False)["input_ids"]
+            result.append(ids + [eos] * (ended and eos is not None))
+    return result
+
+
 @torch.no_grad()
-def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mask) -> torch.Tensor:
+def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mask, flag: str = "reward"):
     """Scores (B,) float32 by reward (see load_reward) of the responses in sequences (B, P+T) to the prompts of rows."""
     responses = sequences[:, -response_mask.shape[1] :]  # (B, T)
     texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, response_mask, strict=True)]
-    prompts = [row["prompt"] for row in rows]
     if callable(reward):
         names = rows[0].keys() - {"prompt", "prompt_ids", "prompts", "completions"}
         columns = {name: [row[name] for row in rows] for name in names}
-        scores = torch.tensor(reward(prompts=prompts, completions=texts, **columns), dtype=torch.float32)
-        if scores.shape != (len(rows),) or not scores.isfinite().all():
-            fail(f"--reward {args.reward}: must return {len(rows)} finite numbers, one for each completion")
-        return scores.to(sequences.device)
+        scores = reward(prompts=[row["prompt"] for row in rows], completions=texts, **columns)
+        scores = torch.tensor(scores, dtype=torch.float32)
+    else:
+        model, reward_tokenizer = reward
+        readings = read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask)
+        pieces = []
+        for start in range(0, len(readings), args.micro_batch_size):
+            ids, mask = left_pad(readings[start : start + args.micro_batch_size], 0, sequences.device)  # (b, L)
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+            # Not model(...).logits, which takes the last token that is not the pad id: the wrong one where pad is EOS.
+            with autocast(args, ids.device):
+                hidden = model.base_model(**inputs, use_cache=False)[0][:, -1]  # (b, H)
+                pieces.append(model.score(hidden)[:, 0].float())
+        scores = torch.cat(pieces)
+    if scores.shape != (len(rows),) or not scores.isfinite().all():
+        fail(f"--{flag} {getattr(args, flag)}: must give {len(rows)} finite numbers, one for each completion")
+    return scores.to(sequences.device)
 
-    model, reward_tokenizer = reward
-    if reward_tokenizer.get_vocab() != tokenizer.get_vocab():  # the ids mean something else to it: go through the text
-        if reward_tokenizer.chat_template:
-            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-            chats = [[*c, {"role": "assistant", "content": text}] for c, text in zip(chats, texts, strict=True)]
-            ids = [reward_tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
-        else:
-            whole = [s[m.bool()] for s, m in zip(sequences, attention_mask, strict=True)]
-            ids = [reward_tokenizer(tokenizer.decode(s, skip_special_tokens=True))["input_ids"] for s in whole]
-        sequences, attention_mask = left_pad(ids, 0, sequences.device)
-    scores = []
-    for ids, mask in zip(sequences.split(args.micro_batch_size), attention_mask.split(args.micro_batch_size)):
-        # Not model(...).logits, which takes the last token that is not the pad id: the wrong one where pad is EOS.
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)  # (b,) the last attended token
-        with autocast(args, ids.device):
-            hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-            scores.append(model.score(hidden[torch.arange(len(ids), device=ids.device), last])[:, 0].float())
-    return torch.cat(scores)
+
+def score_by_all(args, judges: dict, tokenizer, rows, *generated) -> dict:
+    """Scores (B,) by each judge; the keys are what its metrics' names begin with, "" for --reward, monitor_."""
+    flags = {prefix: prefix.removesuffix("_") or "reward" for prefix in judges}
+    return {prefix: score(args, judge, tokenizer, rows, *generated, flags[prefix]) for prefix, judge in judges.items()}
 
 
 def process_scores(args, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
@@ -493,29 +537,36 @@ def checkpoint_layers(model, on: bool) -> None:
             module.training = on
 
 
-def describe(tokenizer, rows, scores, sequences, attention_mask, response_mask) -> list[dict]:
-    """Prompts, responses with their special tokens, and scores, for samples.jsonl."""
+def describe(tokenizer, rows, scores: dict, sequences, attention_mask, response_mask) -> list[dict]:
+    """Prompts, responses with their special tokens, and the scores of each judge, for samples.jsonl."""
     responses = sequences[:, -response_mask.shape[1] :]
-    texts = [tokenizer.decode(r[m]) for r, m in zip(responses, response_mask, strict=True)]
-    return [{"prompt": r["prompt"], "response": t, "score": s} for r, t, s in zip(rows, texts, scores.tolist())]
+    samples = [
+        {"prompt": row["prompt"], "response": tokenizer.decode(ids[mask])}
+        for row, ids, mask in zip(rows, responses, response_mask, strict=True)
+    ]
+    for prefix, values in scores.items():
+        samples = [x | {f"{prefix}score": value} for x, value in zip(samples, values.tolist(), strict=True)]
+    return samples
 
 
-def evaluate(args, model, tokenizer, reward, rows, rank: int, world_size: int) -> tuple[dict, list[dict]]:
-    """Greedy responses to rows: mean score and pass rate of each group over all ranks, and a few samples."""
+def evaluate(args, model, tokenizer, judges: dict, rows, rank: int, world_size: int) -> tuple[dict, list[dict]]:
+    """Greedy responses to rows: mean score and pass rate of each group, by each judge, over all ranks, and samples."""
     groups = sorted({str(row.get("group", "all")) for row in rows})
-    totals = torch.zeros(len(groups), 3, device=model.device)  # of each group: score, passed, count
+    totals = torch.zeros(len(judges), len(groups), 3, device=model.device)  # of each group: score, passed, count
     mine, samples = rows[rank::world_size], []
     for start in range(0, len(mine), args.batch_size // world_size):
         chunk = mine[start : start + args.batch_size // world_size]
         with autocast(args, model.device):
             generated = generate(model, tokenizer, [row["prompt_ids"] for row in chunk], args, greedy=True)
-        scores = score(args, reward, tokenizer, chunk, *generated)
+        scores = score_by_all(args, judges, tokenizer, chunk, *generated)
         index = torch.tensor([groups.index(str(row.get("group", "all"))) for row in chunk], device=model.device)
-        totals.index_add_(0, index, torch.stack([scores, scores > 0, torch.ones_like(scores)], dim=1))
+        for total, x in zip(totals, scores.values(), strict=True):
+            total.index_add_(0, index, torch.stack([x, x > 0, torch.ones_like(x)], dim=1))
         samples += describe(tokenizer, chunk, scores, *generated)
-    means = {group: (s / n, passed / n) for group, (s, passed, n) in zip(groups, all_sum(totals).tolist())}
-    metrics = {f"eval/score/{group}": mean for group, (mean, _) in means.items()}
-    metrics |= {f"eval/pass_rate/{group}": rate for group, (_, rate) in means.items()}
+    metrics = {}
+    for prefix, total in zip(judges, all_sum(totals).tolist(), strict=True):
+        for group, (x, passed, count) in zip(groups, total, strict=True):
+            metrics |= {f"eval/{prefix}score/{group}": x / count, f"eval/{prefix}pass_rate/{group}": passed / count}
     return metrics, samples[:: max(1, len(samples) // max(1, args.num_samples))][: args.num_samples]
 
 
@@ -606,7 +657,9 @@ def main(args) -> None:
     num_prompts, local_batch = args.batch_size // args.samples_per_prompt, args.batch_size // world_size
     if len(rows) < num_prompts:
         fail(f"--dataset {args.dataset}: its {len(rows)} prompts are fewer than the {num_prompts} of a rollout")
-    reward = load_reward(args, device)
+    judges = {"": load_reward(args, device)}
+    if args.monitor:
+        judges["monitor_"] = load_reward(args, device, "monitor")
     policy = load_policy(args.model, "model", device)
     reference = load_policy(args.ref_model or args.model, "ref_model", device)
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
@@ -647,11 +700,14 @@ def main(args) -> None:
     def evaluate_and_log(iteration: int, metrics: dict, samples: list[dict]) -> None:
         due = args.eval_every and (iteration % args.eval_every == 0 or iteration == args.num_iterations)
         if eval_rows and due:
-            results, held_out = evaluate(args, policy, tokenizer, reward, eval_rows, rank, world_size)
-            rates = [f"{k.removeprefix('eval/pass_rate/')}: {v:.3f}" for k, v in results.items() if "pass_rate" in k]
-            say(f"held out, greedy, after {iteration} iterations    pass rate    " + "    ".join(rates))
+            results, held_out = evaluate(args, policy, tokenizer, judges, eval_rows, rank, world_size)
+            for key in [f"{prefix}pass_rate" for prefix in judges]:
+                rates = {k.removeprefix(f"eval/{key}/"): v for k, v in results.items() if k.startswith(f"eval/{key}/")}
+                rates = "    ".join(f"{group}: {rate:.3f}" for group, rate in rates.items())
+                say(f"held out, greedy, after {iteration} iterations    {key.replace('_', ' ')}    {rates}")
             for sample in held_out:
-                say(f"    {sample['score']:5.2f}  {sample['prompt']!r} -> {sample['response']!r}")
+                numbers = "  ".join(f"{sample[f'{prefix}score']:5.2f}" for prefix in judges)
+                say(f"    {numbers}  {sample['prompt']!r} -> {sample['response']!r}")
             metrics, samples = metrics | results, samples + [{"split": "held out"} | sample for sample in held_out]
         for name, lines in {"metrics.jsonl": [metrics], "samples.jsonl": samples}.items() if rank == 0 else ():
             with Path(run_dir, name).open("a") as file:
@@ -679,7 +735,8 @@ def main(args) -> None:
         times.append(clock())
 
         # 4. Scores
-        raw_scores = score(args, reward, tokenizer, batch, *generated)  # (B,)
+        scores = score_by_all(args, judges, tokenizer, batch, *generated)
+        raw_scores = scores[""]  # (B,)
         truncated = is_truncated(policy, tokenizer, sequences, response_mask)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
 
@@ -739,8 +796,8 @@ def main(args) -> None:
         # 8. Log, evaluate, save
         every, lengths = torch.ones_like(truncated), response_mask.sum(1)
         means = {
-            "score": (raw_scores, every),
-            "pass_rate": (raw_scores > 0, every),
+            **{f"{prefix}score": (x, every) for prefix, x in scores.items()},
+            **{f"{prefix}pass_rate": (x > 0, every) for prefix, x in scores.items()},
             "kl": (kl.sum(1), every),
             "kl_per_token": (kl, response_mask),
             "entropy": (entropy, response_mask),
@@ -758,14 +815,15 @@ def main(args) -> None:
         phases = zip(("rollout", "score", "logprobs", "update"), times, times[1:])
         metrics = {name: float(x) for name, x in metrics.items()} | {f"seconds/{p}": b - a for p, a, b in phases}
 
-        names = {"score": "score", "pass_rate": "pass rate", "kl": "KL", "response_length": "length"}
+        names = {"score": "score", "pass_rate": "pass rate", "monitor_score": "monitor score", "kl": "KL"}
+        names = {k: v for k, v in (names | {"response_length": "length"}).items() if k in metrics}
         line = "   ".join(f"{label} {metrics[name]:6.3f}" for name, label in names.items())
         line += f"   {metrics['tokens_per_second']:6.0f} tokens/s"
         bar.update()
         bar.set_postfix_str(line)
         if iteration % args.log_every == 0 or iteration in (1, args.num_iterations):
             say(f"iteration {iteration:4d}   {line}")
-        samples = [] if iteration % args.log_every else describe(tokenizer, batch, raw_scores, *generated)
+        samples = [] if iteration % args.log_every else describe(tokenizer, batch, scores, *generated)
         evaluate_and_log(iteration, metrics, samples[: args.num_samples])
         if rank == 0 and (iteration == args.num_iterations or (args.save_every and iteration % args.save_every == 0)):
             save_checkpoint(args, run_dir, iteration, world_size, stateful)

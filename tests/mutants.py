@@ -18,10 +18,12 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-RPP, SFT = "reinforce_pp.py", "sft.py"
+RPP, SFT, RM = "reinforce_pp.py", "sft.py", "reward_model.py"
 RANKS = "tests/test_ranks.py"
 INVARIANT = f"{RANKS} -k float64-1e-12-0.3-reinforce_pp"
 SIBLINGS = "tests/test_siblings.py"
+RM_TESTS = "tests/test_reward_model.py"
+BRADLEY, CENTRED, PLAIN = (f"{RM_TESTS} -k {name}" for name in ("bradley", "centering", "plain_one"))
 
 # name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
 MUTANTS = [
@@ -189,18 +191,67 @@ MUTANTS = [
     ),
     ("no z-score", RPP, "if args.reward_zscore:", "if False:", "tests/test_reward.py"),
     (
-        "reward at the last token that is not pad",
+        "reward model by transformers' own rule",
         RPP,
-        "last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)",
-        "last = (torch.arange(ids.shape[1], device=ids.device) * (ids != 1)).argmax(1)",
+        "pieces.append(model.score(hidden)[:, 0].float())",
+        "pieces.append(model(**inputs).logits[:, 0].float())",
         "tests/test_reward.py",
     ),
     (
         "reward model reads foreign ids",
         RPP,
-        "if reward_tokenizer.get_vocab() != tokenizer.get_vocab():",
-        "if False:",
+        "tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items()",
+        "True",
         "tests/test_reward.py",
+    ),
+    (
+        "no eos through another tokenizer",
+        RPP,
+        "result.append(ids + [eos] * (ended and eos is not None))",
+        "result.append(ids)",
+        "tests/test_reward.py",
+    ),
+    (
+        "chat without what follows eos",
+        RPP,
+        "result.append(ids + behind_eos * (ended and not isinstance(prompt, str)))",
+        "result.append(ids)",
+        f"{RM_TESTS} -k chats",
+    ),
+    (
+        "truncated chat made to look finished",
+        RPP,
+        "behind_eos * (ended and not isinstance(prompt, str))",
+        "behind_eos * (not isinstance(prompt, str))",
+        f"{RM_TESTS} -k chats",
+    ),
+    (
+        "monitor is trained on",
+        RPP,
+        'raw_scores = scores[""]  # (B,)',
+        "raw_scores = [*scores.values()][-1]",
+        f"{RM_TESTS} -k improves_its_score_against_the_reward_model[reinforce_pp]",
+    ),
+    (
+        "a causal LM passes for a reward model",
+        RPP,
+        'if kind and "SequenceClassification" not in kind:',
+        "if False:",
+        f"{RM_TESTS} -k causal-reward_model.py-reinforce_pp",
+    ),
+    (
+        "NaN weights pass",
+        RPP,
+        "if not all(x.isfinite().all() for x in model.state_dict().values()):",
+        "if False:",
+        f"{RM_TESTS} -k refused",
+    ),
+    (
+        "NaN scores pass",
+        RPP,
+        "or not scores.isfinite().all():",
+        "or False:",
+        f"{RM_TESTS} -k become_nan",
     ),
     (
         "it does not learn",
@@ -299,6 +350,64 @@ MUTANTS = [
         "(mb_loss * world_size).backward()",
         "mb_loss.backward()",
         "tests/test_sft.py -k ranks",
+    ),
+    ("preference upside down", RM, "softplus(-(chosen_scores", "softplus((chosen_scores", BRADLEY),
+    ("margin with the wrong sign", RM, "- rejected_scores - margin))", "- rejected_scores + margin))", BRADLEY),
+    ("centred differences", RM, "(chosen_scores + rejected_scores).square()", "chosen_scores.square()", CENTRED),
+    (
+        "score at the last column",
+        RM,
+        "last = (torch.arange(input_ids.shape[1], device=input_ids.device) * attention_mask).argmax(1)",
+        "last = torch.full((len(input_ids),), input_ids.shape[1] - 1)",
+        f"{RM_TESTS} -k padding",
+    ),
+    (
+        "score at the token before eos",
+        RM,
+        "scores = self.classifier.score(hidden[torch.arange(len(last), device=last.device), last])",
+        "scores = self.classifier.score(hidden[torch.arange(len(last), device=last.device), last - 1])",
+        f"{RM_TESTS} -k padding",
+    ),
+    (
+        "reward model without position ids",
+        RM,
+        '"attention_mask": attention_mask, "position_ids": positions}',
+        '"attention_mask": attention_mask}',
+        f"{RM_TESTS} -k padding",
+    ),
+    ("pad stays eos", RM, "in (None, tokenizer.eos_token_id):", "is None:", f"{RM_TESTS} -k padding"),
+    (
+        "the config does not say which id is padding",
+        RM,
+        "classifier.config.get_text_config().pad_token_id = tokenizer.pad_token_id",
+        "pass",
+        f"{RM_TESTS} -k padding",
+    ),
+    ("centring left out", RM, "mb_loss + args.center_rewards_coefficient * centering", "mb_loss", PLAIN),
+    ("margin column ignored", RM, 'args.margin if row.get("margin") is None else row["margin"]', "args.margin", PLAIN),
+    (
+        "pairs counted per micro-batch",
+        RM,
+        "margins(args, piece, device), args.batch_size)",
+        "margins(args, piece, device), len(piece))",
+        PLAIN,
+    ),
+    ("reward model: mean over ranks", RM, "(objective * world_size).backward()", "objective.backward()", PLAIN),
+    ("equal pairs stay", RM, 'if row["chosen_ids"] != row["rejected_ids"]:', "if True:", f"{RM_TESTS} -k cut"),
+    ("template kept for texts", RM, "tokenizer.chat_template = None", "pass", f"{RM_TESTS} -k template_is_kept"),
+    (
+        "the critic's head is new",
+        "ppo.py",
+        'if any("score" in key for key in info["missing_keys"]):',
+        "if True:",
+        f"{RM_TESTS} -k critic_starts",
+    ),
+    (
+        "the critic reads foreign ids",
+        "ppo.py",
+        "if not vocab.items() <= its_vocab.items():",
+        "if False:",
+        f"{RM_TESTS} -k critic_with",
     ),
 ]
 

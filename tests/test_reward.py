@@ -113,7 +113,7 @@ def test_reward_model_with_another_tokenizer_reads_the_text(script, tokenizer, t
     texts = [f"{p} {r}" for p, r in zip(PROMPTS, RESPONSES)]
     if template:
         texts = [f"user {p} assistant {r}" for p, r in zip(PROMPTS, RESPONSES)]
-    expected = unpadded_scores(tmp_path, [other(text)["input_ids"] for text in texts])
+    expected = unpadded_scores(tmp_path, [[*other(text)["input_ids"], other.eos_token_id] for text in texts])
     torch.testing.assert_close(scores, torch.tensor(expected), rtol=0, atol=1e-5)
 
 

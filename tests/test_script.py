@@ -13,7 +13,7 @@ import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, make_gpt2, read_jsonl, the_run, write_jsonl
 
-SCRIPTS = [*SKELETONS, "sft"]
+SCRIPTS = [*SKELETONS, "sft", "reward_model"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -178,14 +178,20 @@ def test_bfloat16_and_gradient_checkpointing_run(tmp_path, monkeypatch, script):
     assert all(line["ratio_deviation"] < 0.2 for line in read_jsonl(the_run(tmp_path) / "metrics.jsonl")[1:])
 
 
-@pytest.mark.parametrize("script", SKELETONS)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_metric_is_explained(tmp_path, monkeypatch, script):
     module = importlib.import_module(script)
-    flags = "--num_iterations 1 --batch_size 16 --eval_every 1".split()
-    monkeypatch.setattr(sys, "argv", [script, "--runs_dir", str(tmp_path), *flags])
+    flags = "--num_iterations 1 --batch_size 16 --eval_every 1 --monitor exact_answer".split()
+    if script not in POLICY_SCRIPTS:
+        data = {"sft": "demonstrations", "reward_model": "preferences_train"}[script]
+        lines = (ROOT / "toy" / f"{data}.jsonl").open().readlines()
+        (tmp_path / "few.jsonl").write_text("".join(lines[:48]))
+        flags = f"--num_epochs 1 --batch_size 16 --dataset {tmp_path / 'few.jsonl'}".split()
+        flags += ["--eval_size", "16"] if script == "sft" else []
+    monkeypatch.setattr(sys, "argv", [script, "--runs_dir", str(tmp_path / "runs"), *flags])
     module.main(module.parse_args())
     page = (ROOT / "docs" / "metrics.md").read_text()
-    for line in read_jsonl(the_run(tmp_path) / "metrics.jsonl"):
+    for line in read_jsonl(the_run(tmp_path / "runs") / "metrics.jsonl"):
         for name, value in line.items():
             assert math.isfinite(value)
             name = "/".join([*name.split("/")[:-1], "<group>"]) if name.count("/") == 2 else name
@@ -232,10 +238,11 @@ def test_a_run_writes_into_its_folder_and_asks_nobody(tmp_path, name, track):
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(watch), "AUDIT_LOG": str(tmp_path / "log")}
     env |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(temp)}
     flags = ["--num_iterations", "2", "--eval_every", "2", "--batch_size", "16"]
-    if name == "sft":
-        few = (ROOT / "toy" / "demonstrations.jsonl").open().readlines()[:64]
+    if name not in POLICY_SCRIPTS:
+        data, *more = {"sft": ["demonstrations", "--eval_size", "16"], "reward_model": ["preferences_train"]}[name]
+        few = (ROOT / "toy" / f"{data}.jsonl").open().readlines()[:64]
         (tmp_path / "few.jsonl").write_text("".join(few))
-        flags = ["--num_epochs", "1", "--batch_size", "16", "--eval_size", "16", "--dataset", tmp_path / "few.jsonl"]
+        flags = ["--num_epochs", "1", "--batch_size", "16", "--dataset", tmp_path / "few.jsonl", *more]
     in_repo = sorted(path for path in ROOT.glob("*") if path.name != ".pytest_cache")
     launch(ROOT / f"{name}.py", *flags, *["--track"] * track, cwd=work, env=env)
     assert sorted(path for path in ROOT.glob("*") if path.name != ".pytest_cache") == in_repo
@@ -256,10 +263,14 @@ def test_runs_copied_out_of_the_repository(tmp_path):
         copy = tmp_path / f"{name}.py"
         copy.write_bytes((ROOT / f"{name}.py").read_bytes())
         flags = ["--model", ROOT / "toy" / "policy", "--runs_dir", tmp_path / name, "--batch_size", "8"]
-        if name == "sft":
-            few = (ROOT / "toy" / "demonstrations.jsonl").open().readlines()[:16]
+        if name not in POLICY_SCRIPTS:
+            data, *more = {
+                "sft": ["demonstrations", "--eval_size", "0"],
+                "reward_model": ["preferences_train", "--eval_dataset", "None"],
+            }[name]
+            few = (ROOT / "toy" / f"{data}.jsonl").open().readlines()[:16]
             (tmp_path / "few.jsonl").write_text("".join(few))
-            flags += ["--dataset", tmp_path / "few.jsonl", "--eval_size", "0", "--num_epochs", "1"]
+            flags += ["--dataset", tmp_path / "few.jsonl", "--num_epochs", "1", *more]
         else:
             flags += ["--dataset", ROOT / "toy" / "train.jsonl", "--eval_dataset", "None", "--num_iterations", "1"]
         launch(copy, *flags, cwd=tmp_path)

@@ -23,7 +23,7 @@ def test_same_seed_same_files(tmp_path, remade, name):
 
 def test_tokenizer_is_the_one_that_is_made(tmp_path):
     build.make_tokenizer().save_pretrained(tmp_path)
-    for model in ("base", "policy"):
+    for model in ("base", "policy", "reward_model"):
         assert (TOY / model / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOY / "policy")
     text = "think 3 + 5 = 8 - 2 = 6 answer 6"

@@ -1,4 +1,4 @@
-"""Remake everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, both models.
+"""Remake everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, the models.
 
     python toy/build.py                     about four minutes on two cores; the same seed gives the same files
     python toy/build.py --out /tmp/toy      elsewhere, to compare
@@ -27,7 +27,7 @@ GUESS_RATE = 0.25  # of the guesses are right
 @dataclass
 class Args:
     seed: int = 0
-    """Seeds every random choice, and the training of both models."""
+    """Seeds every random choice, and the training of the models."""
     out: Path = HERE
     """Where the files go."""
     curriculum_steps: int = 1280
@@ -191,12 +191,12 @@ def make_untrained_model(seed: int):
     )
 
 
-def run_sft(out: Path, seed: int, *flags: str) -> None:
-    """Run sft.py and take its model to out."""
+def train(script: str, out: Path, seed: int, *flags: str) -> None:
+    """Run a script and take its model to out."""
     with tempfile.TemporaryDirectory() as runs:
         command = [
             sys.executable,
-            str(HERE.parent / "sft.py"),
+            str(HERE.parent / script),
             "--seed",
             str(seed),
             "--device",
@@ -225,9 +225,14 @@ def main(args: Args) -> None:
         make_untrained_model(args.seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
         flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --lr_schedule constant"
-        run_sft(args.out / "base", args.seed, "--model", str(untrained), "--dataset", str(curriculum), *flags.split())
+        flags = ["--model", str(untrained), "--dataset", str(curriculum), *flags.split()]
+        train("sft.py", args.out / "base", args.seed, *flags)
     demonstrations = str(args.out / "demonstrations.jsonl")
-    run_sft(args.out / "policy", args.seed, "--model", str(args.out / "base"), "--dataset", demonstrations)
+    flags = ["--model", str(args.out / "base"), "--dataset", demonstrations]
+    train("sft.py", args.out / "policy", args.seed, *flags)
+    flags = ["--model", str(args.out / "policy"), "--dataset", str(args.out / "preferences_train.jsonl")]
+    flags += ["--eval_dataset", str(args.out / "preferences_heldout.jsonl")]
+    train("reward_model.py", args.out / "reward_model", args.seed, *flags)
 
 
 if __name__ == "__main__":
