@@ -230,7 +230,7 @@ MUTANTS = [
         RPP,
         'raw_scores = scores[""]  # (B,)',
         "raw_scores = [*scores.values()][-1]",
-        f"{RM_TESTS} -k improves_its_score_against_the_reward_model[reinforce_pp]",
+        f"{RM_TESTS} -k monitor_does",
     ),
     (
         "a causal LM passes for a reward model",

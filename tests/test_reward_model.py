@@ -365,7 +365,7 @@ def test_monitor_does_not_train(tmp_path, monkeypatch):
     weights = []
     for monitor in ("None", "exact_answer"):
         flags = ["--num_iterations", 2, "--batch_size", 16, "--eval_every", 0, "--monitor", monitor]
-        metrics = train(monkeypatch, tmp_path / monitor, "grpo", *flags)
+        metrics = train(monkeypatch, tmp_path / monitor, "reinforce_pp", *flags)
         assert ("monitor_score" in metrics[-1]) == (monitor != "None")
         weights.append((the_run(tmp_path / monitor) / "model" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
@@ -386,6 +386,7 @@ def test_the_critic_starts_from_the_reward_model(tokenizer):
 def refused(name: str, tmp_path, monkeypatch, capsys, *flags) -> str:
     """The one sentence said; exit code 2, and no run folder."""
     script = importlib.import_module(name)
+    capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [name, "--runs_dir", str(tmp_path / "runs"), *map(str, flags)])
     with pytest.raises(SystemExit) as exit:
         script.main(script.parse_args())

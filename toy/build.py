@@ -1,6 +1,6 @@
 """Remake everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, the models.
 
-    python toy/build.py                     about four minutes on two cores; the same seed gives the same files
+    python toy/build.py                     about five minutes on two cores; the same seed gives the same files
     python toy/build.py --out /tmp/toy      elsewhere, to compare
 
 The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses (`answer 6`)
