@@ -22,12 +22,16 @@ needs one; ppo.py learns a critic, remax.py spends a greedy response on the base
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
 import runpy
+import shutil
+import signal
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -223,16 +227,21 @@ def parse_args() -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
+def printable(text: str) -> str:
+    """Without control characters, which text from a dataset or a model could steer a terminal with."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text)
+        tqdm.write(printable(text))
 
 
 def fail(message: str) -> None:
     """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
     if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -241,6 +250,8 @@ def check_args(args, world_size: int) -> None:
     for name, value in vars(args).items():
         if isinstance(value, int | float) and not 0 <= value < math.inf:
             fail(f"--{name} {value}: must be a number of 0 or more")
+        if isinstance(value, tuple) and not all(0 <= x < 1 for x in value):
+            fail(f"--{name} {' '.join(map(str, value))}: must be numbers from 0 to below 1")
     positive = "batch_size micro_batch_size num_minibatches update_epochs num_iterations log_every keep_checkpoints "
     positive += "max_prompt_length max_response_length temperature learning_rate max_grad_norm"
     for name in positive.split():
@@ -256,6 +267,12 @@ def check_args(args, world_size: int) -> None:
         fail(f"--num_minibatches {steps}: does not divide the {size // world_size} responses of a rank; take a divisor")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
+    if not args.answer_marker:
+        fail("--answer_marker '': must not be empty; give the word or sign that stands before the answer")
+    folder = Path(args.runs_dir).absolute()
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        fail(f"--runs_dir {args.runs_dir}: nothing can be written in {folder}; give a folder that is yours")
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -274,17 +291,26 @@ def mean_std(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def load(auto_class, name: str, flag: str, **options):
-    """auto_class.from_pretrained, ending with a sentence where that does not work."""
+    """auto_class.from_pretrained, ending with a sentence where that does not work. Code that lies beside the weights is
+    not run, and weights are safetensors only: pickles can hold code."""
+    safe = {} if auto_class in (transformers.AutoTokenizer, transformers.AutoConfig) else {"use_safetensors": True}
     try:
-        return auto_class.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
+        return auto_class.from_pretrained(name, trust_remote_code=False, **safe, **options)
+    except Exception as error:  # files and the hub can fail in many ways
+        reason = str(error).strip().partition("\n")[0]
+        kinds = "exact_answer, file.py:function, a folder" if flag in ("reward", "monitor") else "a folder"
+        fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give {kinds} or a hub id")
 
 
 def load_policy(name: str, flag: str, device: torch.device):
     """A causal LM in float32 and in eval mode for good: with dropout pi_theta would not be pi_old at the start."""
-    model = load(transformers.AutoModelForCausalLM, name, flag, dtype=torch.float32)
+    kind = ", ".join(load(transformers.AutoConfig, name, flag).architectures or [])
+    if "SequenceClassification" in kind:
+        fail(f"--{flag} {name}: is a {kind}, which cannot generate; give a causal LM")
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, info = load(transformers.AutoModelForCausalLM, name, flag, **options)
+    if info["missing_keys"]:
+        fail(f"--{flag} {name}: has no weights for {min(info['missing_keys'])}; give a causal LM that is whole")
     for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
         for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
             setattr(module, rate, 0.0)
@@ -298,6 +324,7 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     import datasets  # here, since --help need not wait for it
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one sentence
     file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
     source = {"path": name, "split": split}
     if file_type:
@@ -310,12 +337,25 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     for column, user in {"prompt": "a rollout", **({"answer": "exact_answer"} if rule else {})}.items():
         if not rows or column not in rows[0]:
             fail(f"--{flag} {name}: has no column `{column}`, which {user} needs; rename or add it")
-    for row in rows:
-        if isinstance(row["prompt"], str):
-            row["prompt_ids"] = tokenizer(row["prompt"])["input_ids"]
-        else:
-            chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
-            row["prompt_ids"] = chat["input_ids"]
+        if None in (values := [row[column] for row in rows]):
+            fail(f"--{flag} {name}: row {values.index(None)} has no `{column}`; fill it in, or leave the row out")
+    for number, row in enumerate(rows):
+        prompt, where = row["prompt"], f"--{flag} {name}: row {number}"
+        is_chat = isinstance(prompt, list) and all(
+            isinstance(x, dict) and {"role", "content"} <= x.keys() for x in prompt
+        )
+        if not prompt or not (isinstance(prompt, str) or is_chat):
+            fail(f"{where} has the prompt {prompt!r:.60}; give a text, or messages with role and content, not empty")
+        if is_chat and not tokenizer.chat_template:
+            fail(f"{where} is a chat, and --model {args.model} has no chat template; give texts, or another model")
+        try:
+            if is_chat:
+                chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            row["prompt_ids"] = (chat if is_chat else tokenizer(prompt))["input_ids"]
+        except Exception as error:  # a template may refuse a chat: roles that do not alternate, a system message
+            fail(f"{where} cannot be made tokens ({error!r:.100}); mend it, or leave it out")
+        if not row["prompt_ids"]:
+            fail(f"{where} has the prompt {prompt!r:.60}, which is no token at all; leave it out")
     kept = [row for row in rows if len(row["prompt_ids"]) <= args.max_prompt_length]
     if not kept:
         fail(f"--max_prompt_length {args.max_prompt_length}: no prompt of --{flag} {name} is so short; raise it")
@@ -424,7 +464,11 @@ def load_reward(args, device: torch.device, flag: str = "reward"):
         return functools.partial(exact_answer, answer_marker=args.answer_marker)
     path, _, function_name = name.rpartition(":")
     if name.endswith(".py") or path.endswith(".py"):
-        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(function_name)):
+        try:
+            function = runpy.run_path(path).get(function_name) if Path(path).is_file() else None
+        except Exception as error:
+            fail(f"--{flag} {name}: running {path} raises {error!r:.200}; mend it")
+        if not callable(function):
             reason = f"there is no function {function_name} in a file {path}"
             fail(f"--{flag} {name}: {reason}; give path/to/file.py:function")
         return function
@@ -488,8 +532,12 @@ def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mas
     if callable(reward):
         names = rows[0].keys() - {"prompt", "prompt_ids", "prompts", "completions"}
         columns = {name: [row[name] for row in rows] for name in names}
-        scores = reward(prompts=[row["prompt"] for row in rows], completions=texts, **columns)
-        scores = torch.tensor(scores, dtype=torch.float32)
+        try:
+            scores = reward(prompts=[row["prompt"] for row in rows], completions=texts, **columns)
+            scores = torch.tensor(scores, dtype=torch.float32)
+        except Exception as error:  # the user's code
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            fail(f"--{flag} {getattr(args, flag)}: raises {error!r:.200} in line {at.lineno} of {at.filename}; mend it")
     else:
         model, reward_tokenizer = reward
         readings = read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask)
@@ -502,8 +550,8 @@ def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mas
                 hidden = model.base_model(**inputs, use_cache=False)[0][:, -1]  # (b, H)
                 pieces.append(model.score(hidden)[:, 0].float())
         scores = torch.cat(pieces)
-    if scores.shape != (len(rows),) or not scores.isfinite().all():
-        fail(f"--{flag} {getattr(args, flag)}: must give {len(rows)} finite numbers, one for each completion")
+    if scores.shape != (len(rows),):
+        fail(f"--{flag} {getattr(args, flag)}: must give {len(rows)} numbers, one for each completion; mend it")
     return scores.to(sequences.device)
 
 
@@ -584,8 +632,10 @@ def evaluate(args, model, tokenizer, judges: dict, rows, rank: int, world_size: 
         for total, x in zip(totals, scores.values(), strict=True):
             total.index_add_(0, index, torch.stack([x, x > 0, torch.ones_like(x)], dim=1))
         samples += describe(tokenizer, chunk, scores, *generated)
-    metrics = {}
-    for prefix, total in zip(judges, all_sum(totals).tolist(), strict=True):
+    totals, metrics = all_sum(totals), {}
+    if not totals.isfinite().all():  # of all ranks, so that none is left waiting for another
+        fail("a score of a held-out response is NaN or infinite; see to --reward and --monitor")
+    for prefix, total in zip(judges, totals.tolist(), strict=True):
         for group, (x, passed, count) in zip(groups, total, strict=True):
             metrics |= {f"eval/{prefix}score/{group}": x / count, f"eval/{prefix}pass_rate/{group}": passed / count}
     return metrics, samples[:: max(1, len(samples) // max(1, args.num_samples))][: args.num_samples]
@@ -594,66 +644,140 @@ def evaluate(args, model, tokenizer, judges: dict, rows, rank: int, world_size: 
 def write_file(path: Path, write) -> None:
     """write(file) under a temporary name, sync, rename: whatever happens, path holds the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save meets a full disk with either
+        temporary.unlink(missing_ok=True)
+        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+
+
+def append_lines(path: Path, lines: list[dict]) -> None:
+    """Add lines of JSON to a file; one that a crash cuts short is dropped by --resume."""
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
 
 
 def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
-    """All that the next iteration needs. No generator's state: every iteration seeds its own."""
+    """All that the next iteration needs. No generator's state: every iteration seeds its own.
+
+    Its SHA-256 stands beside it, in the form of sha256sum, and before it: torch.load takes a file with a flipped bit.
+    """
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"iteration": iteration, "world_size": world_size}
-    write_file(run_dir / "checkpoints" / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
-    for old in sorted((run_dir / "checkpoints").glob("*.pt"))[: -args.keep_checkpoints]:
+    path = run_dir / "checkpoints" / f"{iteration:06d}.pt"
+
+    def write(file) -> None:
+        torch.save(state, file)
+        file.flush()
+        with Path(file.name).open("rb") as written:
+            line = f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n".encode()
+        write_file(path.with_name(path.name + ".sha256"), lambda digest: digest.write(line))
+
+    write_file(path, write)
+    for old in sorted(path.parent.glob("*.pt"))[: -args.keep_checkpoints]:
         old.unlink()
+        old.with_name(old.name + ".sha256").unlink(missing_ok=True)
 
 
-def load_checkpoint(args, world_size: int) -> dict:
-    """The last checkpoint of --resume, on the CPU. Refuses flags that would make the rest of the run another one."""
-    checkpoints = sorted(Path(args.resume, "checkpoints").glob("*.pt"))
-    if not checkpoints:
-        fail(f"--resume {args.resume}: has no checkpoints/*.pt; give the folder of a run that has saved one")
+def find_run(args) -> str | None:
+    """The run folder to go on with: --resume; or, where torchrun starts a run again after a failure, the last one that
+    has these flags."""
+    if args.resume or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        return args.resume
+    now, found = json.loads(json.dumps(asdict(args))), []
+    for path in Path(args.runs_dir).glob("*/args.json"):
+        if json.loads(path.read_text()) == now:
+            found.append(str(path.parent))
+    return max(found, default=None)  # their names differ in the time only
+
+
+def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
+    """The last checkpoint of the run to resume, on the CPU; None if that ended before its first. Refuses flags that
+    would make the rest of it another run, and files that are not what was written."""
+    run_dir, script = Path(resume), Path(__file__).name
+    try:
+        before = json.loads((run_dir / "args.json").read_text())
+    except (OSError, ValueError):
+        fail(f"--resume {run_dir}: is no run folder, it has no args.json; give one, such as {args.runs_dir}/...")
+    if not (run_dir / script).exists():
+        fail(f"--resume {run_dir}: was not made by {script}; resume it with the script that lies in it")
     free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
-    free |= {"track", "wandb_project", "wandb_entity"} | (
-        {"num_iterations"} if args.lr_schedule == "constant" else set()
-    )
-    before, now = json.loads(Path(args.resume, "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-    for name in sorted(now.keys() - free):
-        if before.get(name) != now[name]:
-            fail(f"--{name} {now[name]}: the run to resume has {before.get(name)}; give that, or start a new run")
-    state = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
+    free |= {"track", "wandb_project", "wandb_entity"}
+    free |= {"num_iterations"} if args.lr_schedule == "constant" else set()
+    now = json.loads(json.dumps(asdict(args)))
+    changed = [
+        f"--{name} {now[name]} was {before.get(name)}"
+        for name in sorted(now.keys() - free)
+        if now[name] != before.get(name)
+    ]
+    if changed:
+        fail(f"--resume {run_dir}: other flags would make it another run ({', '.join(changed)}); give the old ones")
+    checkpoints = sorted((run_dir / "checkpoints").glob("*.pt"))
+    if not checkpoints:
+        return None
+    path = checkpoints[-1]
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if path.with_name(path.name + ".sha256").read_text().split()[:1] != [digest]:
+            raise ValueError("its SHA-256 is another one")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it to go on from the one before")
     if state["iteration"] > args.num_iterations:
         fail(f"--num_iterations {args.num_iterations}: the run to resume is at {state['iteration']}; give more")
     if state["world_size"] != world_size:
-        fail(f"--resume {args.resume}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
+        fail(f"--resume {run_dir}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
     return state
 
 
-def open_run_folder(args, iteration: int) -> Path:
+def open_run_folder(args, run_dir: Path, iteration: int) -> None:
     """Make the run folder with args.json and this script in it, or take up the old one, cut back to iteration."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path(args.resume) if args.resume else Path(args.runs_dir, name)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--runs_dir {args.runs_dir}: cannot make {run_dir} ({error.strerror}); give another folder")
+    write_file(run_dir / Path(__file__).name, lambda file: file.write(Path(__file__).read_bytes()))
     for path in run_dir.glob("*.jsonl") if iteration < args.num_iterations else ():
         lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
-        lines = [line for line in lines if line["iteration"] <= iteration]
+        lines = [line for line in lines if line["iteration"] <= iteration and iteration]  # at 0 it all starts again
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
             lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
             lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         write_file(path, lambda file, text=text: file.write(text))
-    return run_dir
+    text = json.dumps(asdict(args) | {"resume": None}, indent=2).encode()
+    write_file(run_dir / "args.json", lambda file: file.write(text + b"\n"))
+
+
+def save_model(folder: Path, *parts) -> None:
+    """save_pretrained of model and tokenizer into a folder that is there as a whole or not at all."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for part in parts:
+            part.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except Exception as error:  # safetensors has its own kind for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        fail(f"--runs_dir: cannot write {folder} ({error!s:.100}); make room, and go on with --resume")
 
 
 def start_tracking(args, run_dir: Path):
     """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
     is told twice, the iterations between the checkpoint and the end."""
-    import wandb  # here, since without --track it need not be there
-
+    try:
+        import wandb  # here, since without --track it need not be there
+    except ImportError:
+        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
     project = {"project": args.wandb_project, "entity": args.wandb_entity}
     return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
 
@@ -663,13 +787,17 @@ def main(args) -> None:
     # 1. Setup: device and ranks, data, reward, models, optimizer
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_args(args, world_size)
-    checkpoint = load_checkpoint(args, world_size) if args.resume else None
+    resume = find_run(args)
+    checkpoint = load_checkpoint(args, resume, world_size) if resume else None
     use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda and device.index >= torch.cuda.device_count():
+        fail(f"--device {args.device}: local rank {device.index} has no GPU of its own; start fewer ranks")
     if use_cuda:
         torch.cuda.set_device(device)
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a critic's new head is no news; what matters is checked here
     tokenizer = load(transformers.AutoTokenizer, args.model, "model")
     if tokenizer.eos_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no EOS token, so no response could end; set one and save it")
@@ -683,6 +811,17 @@ def main(args) -> None:
         judges["monitor_"] = load_reward(args, device, "monitor")
     policy = load_policy(args.model, "model", device)
     reference = load_policy(args.ref_model or args.model, "ref_model", device)
+    largest, size = (
+        max(max(row["prompt_ids"]) for row in rows + eval_rows),
+        policy.get_input_embeddings().num_embeddings,
+    )
+    if largest >= size:
+        fail(f"--model {args.model}: its tokenizer writes id {largest}, it has {size} embeddings; give the right pair")
+    if (
+        args.ref_model
+        and load(transformers.AutoTokenizer, args.ref_model, "ref_model").get_vocab() != tokenizer.get_vocab()
+    ):
+        fail(f"--ref_model {args.ref_model}: reads other token ids than --model; give one that shares its tokenizer")
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
     longest = max(len(row["prompt_ids"]) for row in rows + eval_rows)
     if limit and longest + args.max_response_length > limit:
@@ -704,9 +843,15 @@ def main(args) -> None:
         model = DistributedDataParallel(policy, broadcast_buffers=False)
 
     # 2. The run folder, and the arithmetic of the run
-    run_dir = open_run_folder(args, start) if rank == 0 else None
+    started = all_sum(torch.tensor(time.time() if rank == 0 else 0.0, dtype=torch.float64, device=device))  # for all
+    name = f"{args.exp_name}__{args.seed}__{datetime.fromtimestamp(float(started)):%Y%m%d-%H%M%S-%f}"
+    run_dir = Path(resume or Path(args.runs_dir, name))
+    if rank == 0:
+        open_run_folder(args, run_dir, start)
     tracker = start_tracking(args, run_dir) if rank == 0 and args.track else None
     say(f"{args.exp_name}: {policy.num_parameters():,} parameters on {world_size} x {device.type}, writes to {run_dir}")
+    if resume:
+        say(f"goes on after iteration {start}")
     k, per_step = args.samples_per_prompt, args.batch_size // args.num_minibatches
     say(f"rollout: {num_prompts} prompts x {k} = {args.batch_size} responses, {local_batch} of them on each rank")
     say(f"update: {args.update_epochs} x {args.num_minibatches} optimizer steps of {per_step} responses")
@@ -731,10 +876,35 @@ def main(args) -> None:
                 say(f"    {numbers}  {sample['prompt']!r} -> {sample['response']!r}")
             metrics, samples = metrics | results, samples + [{"split": "held out"} | sample for sample in held_out]
         for name, lines in {"metrics.jsonl": [metrics], "samples.jsonl": samples}.items() if rank == 0 else ():
-            with Path(run_dir, name).open("a") as file:
-                file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
+            append_lines(run_dir / name, [{"iteration": iteration} | line for line in lines])
         if tracker:
             tracker.log(metrics, step=iteration)
+
+    def stop_if_not_finite(what: str, numbers: torch.Tensor, rollout: dict) -> None:
+        """End on all ranks alike, weights untouched and the batch saved, if numbers of any rank are NaN or infinite."""
+        if all_sum((~numbers.isfinite()).sum()) == 0:
+            return
+        path = run_dir / f"not_finite.{rank}.pt"
+        write_file(path, lambda file: torch.save(rollout | {"iteration": iteration}, file))
+        if rank > 0:
+            sys.exit(2)
+        fail(f"iteration {iteration}: {what}; {path} has the batch, the weights are those before it")
+
+    warned = set()
+
+    def warn_once(key: str, text: str) -> None:
+        if key not in warned:
+            warned.add(key)
+            say(f"warning, iteration {iteration}: {text}")
+
+    signals, handlers = [], {}
+
+    def finish_iteration(number: int, frame) -> None:
+        signals.append(number)
+        signal.signal(number, handlers[number])  # the second one ends it at once
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, finish_iteration)
 
     if start == 0:
         evaluate_and_log(0, {}, [])
@@ -758,6 +928,10 @@ def main(args) -> None:
         # 4. Scores
         scores = score_by_all(args, judges, tokenizer, batch, *generated)
         raw_scores = scores[""]  # (B,)
+        rollout |= {f"{prefix}scores": x for prefix, x in scores.items()}
+        stop_if_not_finite(
+            "a score is NaN or infinite, see to --reward and --monitor", torch.cat([*scores.values()]), rollout
+        )
         truncated = is_truncated(policy, tokenizer, sequences, response_mask)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
 
@@ -807,6 +981,9 @@ def main(args) -> None:
                         deviations[rank] = deviations[rank].maximum((ratio - 1).abs().max())
 
                 grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+                numbers = torch.stack([grad_norms[-1], *(x.detach() for x in stats.values())])
+                stop_if_not_finite("loss or gradient is NaN or infinite, lower --learning_rate", numbers, rollout)
+
                 optimizer.step()
                 optimizer.zero_grad()
                 steps.append(stats)
@@ -846,14 +1023,35 @@ def main(args) -> None:
             say(f"iteration {iteration:4d}   {line}")
         samples = [] if iteration % args.log_every else describe(tokenizer, batch, scores, *generated)
         evaluate_and_log(iteration, metrics, samples[: args.num_samples])
-        if rank == 0 and (iteration == args.num_iterations or (args.save_every and iteration % args.save_every == 0)):
+        spread = raw_scores.view(-1, k).amax(1) - raw_scores.view(-1, k).amin(1)  # (B / k,) within each group
+        if (all_sum(spread.sum()) if k > 1 else metrics["score_std"]) <= 1e-6 * abs(metrics["score"]):
+            warn_once("scores", "the responses to each prompt have equal scores, from which nothing is learned")
+        if metrics["truncated"] > 0.9:
+            warn_once("length", f"{metrics['truncated']:.0%} of the responses are cut; raise --max_response_length")
+        if metrics["ratio_deviation"] > {"float32": 1e-3, "bfloat16": 0.5}[args.dtype]:
+            warn_once(
+                "ratio", f"the first-step ratio is off 1 by {metrics['ratio_deviation']:.2g}: see docs/metrics.md"
+            )
+        if metrics["kl_per_token"] > 0.5:
+            warn_once(
+                "kl", f"the KL is {metrics['kl_per_token']:.2f} nats a token; raise --kl_coef, or lower --learning_rate"
+            )
+        stopped = bool(all_sum(torch.tensor(float(len(signals)), device=device)))  # on any rank, so on all
+        last = stopped or iteration == args.num_iterations
+        if rank == 0 and (last or (args.save_every and iteration % args.save_every == 0)):
             save_checkpoint(args, run_dir, iteration, world_size, stateful)
+        if last:
+            break
 
     # 9. The result, as a Hugging Face folder
     bar.close()
-    if rank == 0:
-        policy.save_pretrained(run_dir / "model")
-        tokenizer.save_pretrained(run_dir / "model")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    finished = start >= args.num_iterations or iteration == args.num_iterations
+    if not finished:
+        say(f"stopped by a signal after iteration {iteration}; the same flags and --resume {run_dir} go on")
+    elif rank == 0:
+        save_model(run_dir / "model", policy, tokenizer)
         say(f"saved {run_dir / 'model'}")
     if tracker:
         tracker.finish()
@@ -861,6 +1059,8 @@ def main(args) -> None:
     if world_size > 1:
         del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + (signals or [signal.SIGTERM])[0])  # as the shell says it
 
 
 if __name__ == "__main__":

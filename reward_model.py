@@ -267,6 +267,7 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     import datasets  # here, since --help need not wait for it
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one sentence
     file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
     source = {"path": name, "split": split}
     if file_type:

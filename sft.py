@@ -202,6 +202,7 @@ def load_rows(args, tokenizer) -> list[dict]:
     import datasets  # here, since --help need not wait for it
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one sentence
     file_type = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(args.dataset).suffix)
     source = {"path": args.dataset, "split": args.dataset_split}
     if file_type:

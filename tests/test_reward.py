@@ -58,14 +58,14 @@ def test_function_gets_prompts_completions_and_columns(script, tokenizer, tmp_pa
     assert not list(tmp_path.glob("__pycache__"))
 
 
-@pytest.mark.parametrize("body", ["[1.0]", "[float('nan')] * 3", "[[1.0]] * 3"])
+@pytest.mark.parametrize("body", ["[1.0]", "[[1.0]] * 3"])
 def test_function_that_returns_nonsense_is_refused(script, tokenizer, tmp_path, capsys, body):
     (tmp_path / "bad.py").write_text(f"def f(**kwargs):\n    return {body}\n")
     args = script.Args(reward=f"{tmp_path}/bad.py:f")
     reward = script.load_reward(args, torch.device("cpu"))
     with pytest.raises(SystemExit) as exit:
         script.score(args, reward, tokenizer, *as_rollout(tokenizer))
-    assert exit.value.code == 2 and "3 finite numbers" in capsys.readouterr().err
+    assert exit.value.code == 2 and "3 numbers" in capsys.readouterr().err
 
 
 def make_reward_model(folder, tokenizer, pad_token_id=0, **options):

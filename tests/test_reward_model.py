@@ -429,18 +429,19 @@ def test_what_is_no_reward_model_is_refused(tmp_path, monkeypatch, capsys, name,
     assert f"{flag} {folder}" in said and words in said
 
 
-def test_scores_that_become_nan_stop_the_run(tokenizer, tmp_path, capsys):
-    """Finite weights that overflow: nothing to see at the start."""
-    script = importlib.import_module("reinforce_pp")
+def test_scores_that_become_nan_stop_the_run(tmp_path, monkeypatch, capsys):
+    """Finite weights that overflow: nothing to see at the start, and nothing to train on."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(TOY / "reward_model")
-    model.score.weight.data *= 3e38
-    reward = model, tokenizer
-    rows = [{"prompt": "3 ?", "prompt_ids": [6, 16]}]
-    sequences = torch.tensor([[6, 16, 18, 6, 1]])
+    model.score.weight.data *= 3e38 / model.score.weight.abs().max()
+    model.save_pretrained(tmp_path / "rm")
+    transformers.AutoTokenizer.from_pretrained(TOY / "reward_model").save_pretrained(tmp_path / "rm")
+    script = importlib.import_module("reinforce_pp")
+    flags = ["--reward", tmp_path / "rm", "--batch_size", 16, "--eval_every", 0, "--runs_dir", tmp_path / "runs"]
+    monkeypatch.setattr(sys, "argv", ["reinforce_pp", *map(str, flags)])
     with pytest.raises(SystemExit) as exit:
-        args = script.Args(reward="some/model")
-        script.score(args, reward, tokenizer, rows, sequences, torch.ones(1, 5).long(), torch.ones(1, 3).bool())
-    assert exit.value.code == 2 and "--reward some/model: must give 1 finite numbers" in capsys.readouterr().err
+        script.main(script.parse_args())
+    assert exit.value.code == 2 and "a score is NaN or infinite" in capsys.readouterr().err
+    assert not list(the_run(tmp_path / "runs").glob("checkpoints/*"))
 
 
 def test_a_critic_with_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, make_gpt2, read_jsonl, the_run, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, the_run, write_jsonl
 
 SCRIPTS = [*SKELETONS, "sft", "reward_model"]
 
@@ -39,85 +39,6 @@ def test_default_paths_do_not_depend_on_the_working_directory(tmp_path, monkeypa
         args = importlib.import_module(name).Args()
         for path in (args.model, args.dataset, getattr(args, "eval_dataset", args.dataset)):
             assert os.path.isabs(path) and os.path.exists(path)
-
-
-def refused(name: str, tmp_path, monkeypatch, capsys, *flags) -> str:
-    """The one sentence said; exit code 2, and no run folder."""
-    script = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [name, "--runs_dir", str(tmp_path / "runs"), *map(str, flags)])
-    with pytest.raises(SystemExit) as exit:
-        script.main(script.parse_args())
-    assert exit.value.code == 2
-    assert not (tmp_path / "runs").exists()
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("error: ") and "\n" not in said
-    return said
-
-
-@pytest.mark.parametrize("script", SKELETONS)
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--batch_size", "0"], ["--batch_size 0", "more than 0"]),
-        (["--batch_size", "10", "--samples_per_prompt", "4"], ["--batch_size 10", "4 --samples_per_prompt", "12"]),
-        (["--temperature", "0"], ["--temperature 0", "more than 0"]),
-        (["--kl_coef", "-0.1"], ["--kl_coef -0.1", "0 or more"]),
-        (["--learning_rate", "nan"], ["--learning_rate nan", "0 or more"]),
-        (["--model", "no/such-model"], ["--model no/such-model", "folder or a hub id"]),
-        (["--dataset", "no/such.jsonl"], ["--dataset no/such.jsonl", "cannot be read"]),
-        (["--dataset", "{tmp}/empty.jsonl"], ["--dataset", "empty.jsonl"]),
-        (["--dataset", "{tmp}/noprompt.jsonl"], ["`prompt`"]),
-        (["--dataset", "{tmp}/noanswer.jsonl"], ["`answer`", "exact_answer"]),
-        (["--dataset", "{tmp}/few.jsonl"], ["3 prompts are fewer than the 128"]),
-        (["--max_response_length", "113"], ["--max_response_length 113", "16 tokens", "128"]),
-        (["--reward", "toy/build.py"], ["path/to/file.py:function"]),
-        (["--max_prompt_length", "2"], ["--max_prompt_length 2", "no prompt"]),
-        (["--reward", "no_such.py:f"], ["--reward no_such.py:f", "no_such.py"]),
-        (["--reward", "{tmp}/reward.py:other"], ["other", "path/to/file.py:function"]),
-        (["--reward", "no/such-reward-model"], ["--reward no/such-reward-model"]),
-        (["--resume", "{tmp}"], ["--resume", "checkpoints/*.pt"]),
-        (["--device", "cuda"], ["--device cuda", "cpu or auto"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(script, tmp_path, monkeypatch, capsys, flags, words):
-    if "cuda" in flags and torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    write_jsonl(tmp_path / "empty.jsonl", [])
-    write_jsonl(tmp_path / "noprompt.jsonl", [{"question": "3 ?", "answer": "3"}])
-    write_jsonl(tmp_path / "noanswer.jsonl", [{"prompt": "3 ?"}])
-    write_jsonl(tmp_path / "few.jsonl", [{"prompt": "3 ?", "answer": "3"}] * 3)
-    (tmp_path / "reward.py").write_text("def mine(**kwargs): return [0.0]\n")
-    said = refused(script, tmp_path, monkeypatch, capsys, *(flag.format(tmp=tmp_path) for flag in flags))
-    for word in words:
-        assert word in said, said
-
-
-@pytest.mark.parametrize("script", ["rloo", "grpo", "reinforce_pp_baseline"])
-def test_a_group_of_one_is_refused(script, tmp_path, monkeypatch, capsys):
-    said = refused(script, tmp_path, monkeypatch, capsys, "--samples_per_prompt", "1")
-    assert "--samples_per_prompt 1" in said and "at least 2" in said
-
-
-@pytest.mark.parametrize("script", ["reinforce_pp", "grpo", "reinforce_pp_baseline", "ppo"])
-def test_minibatches_must_divide(script, tmp_path, monkeypatch, capsys):
-    said = refused(script, tmp_path, monkeypatch, capsys, "--batch_size", "40", "--num_minibatches", "3")
-    assert "--num_minibatches 3" in said and "40 responses" in said
-
-
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
-def test_groups_must_divide_over_ranks(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    said = refused(script, tmp_path, monkeypatch, capsys, "--batch_size", "64")
-    assert "--batch_size 64" in said and "3 ranks" in said
-
-
-def test_classifier_with_several_outputs_is_no_reward_model(tmp_path, monkeypatch, capsys, tokenizer):
-    config = make_gpt2().config
-    config.num_labels = 3
-    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "rm")
-    tokenizer.save_pretrained(tmp_path / "rm")
-    said = refused("reinforce_pp", tmp_path, monkeypatch, capsys, "--reward", tmp_path / "rm")
-    assert "3 outputs" in said
 
 
 @pytest.mark.parametrize("script", POLICY_SCRIPTS)
