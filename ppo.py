@@ -788,6 +788,8 @@ def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
         if path.with_name(path.name + ".sha256").read_text().split()[:1] != [digest]:
             raise ValueError("its SHA-256 is another one")
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"iteration", "world_size", "optimizer"} <= state.keys():
+            raise ValueError("something is missing in it")
     except Exception as error:
         fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it to go on from the one before")
     if state["iteration"] > args.num_iterations:
@@ -898,7 +900,10 @@ def main(args) -> None:
 
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
-        part.load_state_dict(checkpoint[name])
+        try:
+            part.load_state_dict(checkpoint[name])
+        except Exception as error:
+            fail(f"--resume {resume}: its {name} does not fit ({error!r:.100}); give a run of this script and model")
     checkpoint = None  # a second copy of everything, which need not stay
     model = policy
     if world_size > 1:

@@ -22,9 +22,12 @@ Left out: dropout, packing, LoRA, sharded models, ensembles.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, make_dataclass
@@ -138,16 +141,21 @@ def parse_args() -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
+def printable(text: str) -> str:
+    """Without control characters, which text from a dataset or a model could steer a terminal with."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text)
+        tqdm.write(printable(text))
 
 
 def fail(message: str) -> None:
     """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
     if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -156,6 +164,8 @@ def check_args(args, world_size: int) -> None:
     for name, value in vars(args).items():
         if isinstance(value, int | float) and not 0 <= value < math.inf:
             fail(f"--{name} {value}: must be a number of 0 or more")
+        if isinstance(value, tuple) and not all(0 <= x < 1 for x in value):
+            fail(f"--{name} {' '.join(map(str, value))}: must be numbers from 0 to below 1")
     positive = (
         "batch_size micro_batch_size num_epochs log_every keep_checkpoints max_length learning_rate max_grad_norm"
     )
@@ -167,6 +177,10 @@ def check_args(args, world_size: int) -> None:
         fail(f"--batch_size {args.batch_size}: is no multiple of {world_size} ranks; {near} would be")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
+    folder = Path(args.runs_dir).absolute()
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        fail(f"--runs_dir {args.runs_dir}: nothing can be written in {folder}; give a folder that is yours")
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -185,11 +199,13 @@ def mean_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(auto_class, name: str, flag: str, **options):
-    """auto_class.from_pretrained, ending with a sentence where that does not work."""
+    """auto_class.from_pretrained, ending with a sentence where that does not work. Code that lies beside the weights is
+    not run, and weights are safetensors only: pickles can hold code."""
+    safe = {} if auto_class in (transformers.AutoTokenizer, transformers.AutoConfig) else {"use_safetensors": True}
     try:
-        return auto_class.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        return auto_class.from_pretrained(name, trust_remote_code=False, **safe, **options)
+    except Exception as error:  # files and the hub can fail in many ways
+        reason = str(error).strip().partition("\n")[0]
         fail(f"--{flag} {name}: {auto_class.__name__} cannot load it ({reason}); give a folder or a hub id")
 
 
@@ -220,10 +236,7 @@ def load_reward_model(args, tokenizer, device: torch.device) -> RewardModel:
     if trained and config.num_labels != 1:
         fail(f"--model {args.model}: has {config.num_labels} outputs, a reward model has 1; give that, or a causal LM")
     options = {"num_labels": 1, "dtype": torch.float32}
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # that the head is new is no news
     classifier = load(transformers.AutoModelForSequenceClassification, args.model, "model", **options)
-    transformers.utils.logging.set_verbosity(level)
     if not hasattr(classifier, "score"):
         fail(f"--model {args.model}: {type(classifier).__name__} has no `score` head; give a decoder such as Llama")
     torch.manual_seed(args.seed)
@@ -280,8 +293,11 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
         if not rows or column not in rows[0]:
             fail(f"--{flag} {name}: has no column `{column}`; rename or add it")
     kept, cut = [], 0
-    for row in rows:
-        ids = [encode(tokenizer, row.get("prompt"), row[column]) for column in ("chosen", "rejected")]
+    for number, row in enumerate(rows):
+        try:
+            ids = [encode(tokenizer, row.get("prompt"), row[column]) for column in ("chosen", "rejected")]
+        except Exception as error:  # no text, no messages, or no chat template for them
+            fail(f"--{flag} {name}: row {number} cannot be made tokens ({error!r:.100}); mend it, or leave it out")
         cut += sum(len(x) > args.max_length for x in ids)
         row["chosen_ids"], row["rejected_ids"] = (x[: args.max_length] for x in ids)
         if row["chosen_ids"] != row["rejected_ids"]:
@@ -397,63 +413,141 @@ def checkpoint_layers(model, on: bool) -> None:
 def write_file(path: Path, write) -> None:
     """write(file) under a temporary name, sync, rename: whatever happens, path holds the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save meets a full disk with either
+        temporary.unlink(missing_ok=True)
+        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+
+
+def append_lines(path: Path, lines: list[dict]) -> None:
+    """Add lines of JSON to a file; one that a crash cuts short is dropped by --resume."""
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
 
 
 def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
-    """All that the next step needs. No generator's state: the order of the examples follows from seed and epoch."""
+    """All that the next step needs. No generator's state: the order of the examples follows from seed and epoch.
+
+    Its SHA-256 stands beside it, in the form of sha256sum, and before it: torch.load takes a file with a flipped bit.
+    """
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"iteration": iteration, "world_size": world_size}
-    write_file(run_dir / "checkpoints" / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
-    for old in sorted((run_dir / "checkpoints").glob("*.pt"))[: -args.keep_checkpoints]:
+    path = run_dir / "checkpoints" / f"{iteration:06d}.pt"
+
+    def write(file) -> None:
+        torch.save(state, file)
+        file.flush()
+        with Path(file.name).open("rb") as written:
+            line = f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n".encode()
+        write_file(path.with_name(path.name + ".sha256"), lambda digest: digest.write(line))
+
+    write_file(path, write)
+    for old in sorted(path.parent.glob("*.pt"))[: -args.keep_checkpoints]:
         old.unlink()
+        old.with_name(old.name + ".sha256").unlink(missing_ok=True)
 
 
-def load_checkpoint(args, world_size: int) -> dict:
-    """The last checkpoint of --resume, on the CPU. Refuses flags that would make the rest of the run another one."""
-    checkpoints = sorted(Path(args.resume, "checkpoints").glob("*.pt"))
+def find_run(args) -> str | None:
+    """The run folder to go on with: --resume; or, where torchrun starts a run again after a failure, the last one that
+    has these flags."""
+    if args.resume or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        return args.resume
+    now, found = json.loads(json.dumps(asdict(args))), []
+    for path in Path(args.runs_dir).glob("*/args.json"):
+        if json.loads(path.read_text()) == now:
+            found.append(str(path.parent))
+    return max(found, default=None)  # their names differ in the time only
+
+
+def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
+    """The last checkpoint of the run to resume, on the CPU; None if that ended before its first. Refuses flags that
+    would make the rest of it another run, and files that are not what was written."""
+    run_dir, script = Path(resume), Path(__file__).name
+    try:
+        before = json.loads((run_dir / "args.json").read_text())
+    except (OSError, ValueError):
+        fail(f"--resume {run_dir}: is no run folder, it has no args.json; give one, such as {args.runs_dir}/...")
+    if not (run_dir / script).exists():
+        fail(f"--resume {run_dir}: was not made by {script}; resume it with the script that lies in it")
+    free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
+    free |= {"track", "wandb_project", "wandb_entity"}
+    free |= {"num_epochs"} if args.lr_schedule == "constant" else set()
+    now = json.loads(json.dumps(asdict(args)))
+    changed = [
+        f"--{name} {now[name]} was {before.get(name)}"
+        for name in sorted(now.keys() - free)
+        if now[name] != before.get(name)
+    ]
+    if changed:
+        fail(f"--resume {run_dir}: other flags would make it another run ({', '.join(changed)}); give the old ones")
+    checkpoints = sorted((run_dir / "checkpoints").glob("*.pt"))
     if not checkpoints:
-        fail(f"--resume {args.resume}: has no checkpoints/*.pt; give the folder of a run that has saved one")
-    free = (
-        "resume runs_dir eval_every log_every num_samples save_every keep_checkpoints track wandb_project wandb_entity"
-    )
-    free = {*free.split(), *(["num_epochs"] if args.lr_schedule == "constant" else [])}
-    before, now = json.loads(Path(args.resume, "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-    for name in sorted(now.keys() - free):
-        if before.get(name) != now[name]:
-            fail(f"--{name} {now[name]}: the run to resume has {before.get(name)}; give that, or start a new run")
-    state = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
+        return None
+    path = checkpoints[-1]
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if path.with_name(path.name + ".sha256").read_text().split()[:1] != [digest]:
+            raise ValueError("its SHA-256 is another one")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"iteration", "world_size", "optimizer"} <= state.keys():
+            raise ValueError("something is missing in it")
+    except Exception as error:
+        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it to go on from the one before")
     if state["world_size"] != world_size:
-        fail(f"--resume {args.resume}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
+        fail(f"--resume {run_dir}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
     return state
 
 
-def open_run_folder(args, iteration: int, num_iterations: int) -> Path:
+def open_run_folder(args, run_dir: Path, iteration: int, num_iterations: int) -> None:
     """Make the run folder with args.json and this script in it, or take up the old one, cut back to iteration."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path(args.resume) if args.resume else Path(args.runs_dir, name)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--runs_dir {args.runs_dir}: cannot make {run_dir} ({error.strerror}); give another folder")
+    write_file(run_dir / Path(__file__).name, lambda file: file.write(Path(__file__).read_bytes()))
     for path in run_dir.glob("*.jsonl") if iteration < num_iterations else ():
         lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
-        lines = [line for line in lines if line["iteration"] <= iteration]
+        lines = [line for line in lines if line["iteration"] <= iteration and iteration]  # at 0 it all starts again
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
             lines = [line for line in lines if line["iteration"] < iteration or line.get("split") != "held out"]
             lines[-1:] = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines[-1:]]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         write_file(path, lambda file, text=text: file.write(text))
-    return run_dir
+    text = json.dumps(asdict(args) | {"resume": None}, indent=2).encode()
+    write_file(run_dir / "args.json", lambda file: file.write(text + b"\n"))
+
+
+def save_model(folder: Path, model, tokenizer, card: str) -> None:
+    """Model, tokenizer and card in a folder that is there as a whole or not at all."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except Exception as error:  # safetensors has its own kind for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        fail(f"--runs_dir: cannot write {folder} ({error!s:.100}); make room, and go on with --resume")
 
 
 def start_tracking(args, run_dir: Path):
-    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on."""
-    import wandb  # here, since without --track it need not be there
-
+    """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
+    is told twice, the iterations between the checkpoint and the end."""
+    try:
+        import wandb  # here, since without --track it need not be there
+    except ImportError:
+        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
     project = {"project": args.wandb_project, "entity": args.wandb_entity}
     return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
 
@@ -463,13 +557,17 @@ def main(args) -> None:
     # 1. Setup: device and ranks, data, model, optimizer
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_args(args, world_size)
-    checkpoint = load_checkpoint(args, world_size) if args.resume else None
+    resume = find_run(args)
+    checkpoint = load_checkpoint(args, resume, world_size) if resume else None
     use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda and device.index >= torch.cuda.device_count():
+        fail(f"--device {args.device}: local rank {device.index} has no GPU of its own; start fewer ranks")
     if use_cuda:
         torch.cuda.set_device(device)
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # that the head is new is no news
     tokenizer = load(transformers.AutoTokenizer, args.model, "model")
     if tokenizer.eos_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no EOS token, which the score stands at; set one and save it")
@@ -494,7 +592,10 @@ def main(args) -> None:
     stateful = {"reward_model": reward_model, "optimizer": optimizer}
     start = checkpoint["iteration"] if checkpoint else 0
     for name, part in stateful.items() if checkpoint else ():
-        part.load_state_dict(checkpoint[name])
+        try:
+            part.load_state_dict(checkpoint[name])
+        except Exception as error:
+            fail(f"--resume {resume}: its {name} does not fit ({error!r:.100}); give a run of this script and model")
     checkpoint = None  # a second copy of everything, which need not stay
     model = reward_model
     if world_size > 1:
@@ -502,11 +603,17 @@ def main(args) -> None:
         model = DistributedDataParallel(reward_model, broadcast_buffers=False)
 
     # 2. The run folder, and the arithmetic of the run
-    run_dir = open_run_folder(args, start, num_iterations) if rank == 0 else None
+    started = all_sum(torch.tensor(time.time() if rank == 0 else 0.0, dtype=torch.float64, device=device))  # for all
+    name = f"{args.exp_name}__{args.seed}__{datetime.fromtimestamp(float(started)):%Y%m%d-%H%M%S-%f}"
+    run_dir = Path(resume or Path(args.runs_dir, name))
+    if rank == 0:
+        open_run_folder(args, run_dir, start, num_iterations)
     tracker = start_tracking(args, run_dir) if rank == 0 and args.track else None
     local_batch, pad_id = args.batch_size // world_size, tokenizer.pad_token_id
     size = sum(parameter.numel() for parameter in reward_model.parameters())
     say(f"{args.exp_name}: {size:,} parameters on {world_size} x {device.type}, writes to {run_dir}")
+    if resume:
+        say(f"goes on after step {start}")
     say(f"{args.num_epochs} epochs x {steps_per_epoch} steps on {args.batch_size} pairs, {local_batch} a rank")
     bar = tqdm(total=num_iterations, initial=start, disable=rank > 0 or not sys.stderr.isatty(), dynamic_ncols=True)
 
@@ -523,10 +630,18 @@ def main(args) -> None:
             metrics = metrics | held_out
             samples = [{"split": "held out"} | sample for sample in samples]
         for name, lines in {"metrics.jsonl": [metrics], "samples.jsonl": samples}.items() if rank == 0 else ():
-            with Path(run_dir, name).open("a") as file:
-                file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
+            append_lines(run_dir / name, [{"iteration": iteration} | line for line in lines])
         if tracker:
             tracker.log(metrics, step=iteration)
+
+    signals, handlers = [], {}
+
+    def finish_step(number: int, frame) -> None:
+        signals.append(number)
+        signal.signal(number, handlers[number])  # the second one ends it at once
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, finish_step)
 
     if start == 0:
         evaluate_and_log(0, {})
@@ -557,6 +672,13 @@ def main(args) -> None:
             scores.append(torch.stack([chosen, rejected], dim=1).detach())  # (b, 2)
         checkpoint_layers(reward_model, False)
         grad_norm = torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
+        if all_sum((~torch.stack([loss, grad_norm]).isfinite()).sum()) > 0:  # on any rank, so on all
+            path = run_dir / f"not_finite.{rank}.jsonl"
+            append_lines(path, mine)
+            message = (
+                f"step {iteration}: loss or gradient is NaN or infinite, lower --learning_rate; {path} has the batch"
+            )
+            fail(message) if rank == 0 else sys.exit(2)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -577,26 +699,37 @@ def main(args) -> None:
         if iteration % args.log_every == 0 or iteration in (1, num_iterations):
             say(f"step {iteration:5d} of {num_iterations}   {line}")
         evaluate_and_log(iteration, metrics)
-        if rank == 0 and (iteration == num_iterations or (args.save_every and iteration % args.save_every == 0)):
+        stopped = bool(all_sum(torch.tensor(float(len(signals)), device=device)))  # on any rank, so on all
+        last = stopped or iteration == num_iterations
+        if rank == 0 and (last or (args.save_every and iteration % args.save_every == 0)):
             save_checkpoint(args, run_dir, iteration, world_size, stateful)
+        if last:
+            break
 
     # 6. The result, as a Hugging Face folder, with what a score of the training responses looks like
     bar.close()
-    mean, std = map(float, mean_std(score_pairs(args, reward_model, rows[rank::world_size], pad_id)))
-    results, _ = evaluate(args, reward_model, eval_rows, pad_id, rank, world_size) if eval_rows else ({}, [])
-    say(f"scores of the training responses: mean {mean:.3f}, standard deviation {std:.3f}")
-    if rank == 0:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    finished = start >= num_iterations or iteration == num_iterations
+    if finished:
+        mean, std = map(float, mean_std(score_pairs(args, reward_model, rows[rank::world_size], pad_id)))
+        results, _ = evaluate(args, reward_model, eval_rows, pad_id, rank, world_size) if eval_rows else ({}, [])
+        say(f"scores of the training responses: mean {mean:.3f}, standard deviation {std:.3f}")
+    if not finished:
+        say(f"stopped by a signal after step {iteration}; the same flags and --resume {run_dir} go on")
+    elif rank == 0:
         if isinstance(rows[0]["chosen"], str) and not isinstance(rows[0].get("prompt"), list):
             tokenizer.chat_template = None  # it has learned from plain texts, and is to be asked about such
-        reward_model.classifier.save_pretrained(run_dir / "model")
-        tokenizer.save_pretrained(run_dir / "model")
-        (run_dir / "model" / "README.md").write_text(model_card(args, results, mean, std))
+        card = model_card(args, results, mean, std)
+        save_model(run_dir / "model", reward_model.classifier, tokenizer, card)
         say(f"saved {run_dir / 'model'}")
     if tracker:
         tracker.finish()
     if world_size > 1:
         del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + (signals or [signal.SIGTERM])[0])  # as the shell says it
 
 
 if __name__ == "__main__":

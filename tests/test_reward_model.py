@@ -432,7 +432,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, monkeypatch, capsys, name,
 def test_scores_that_become_nan_stop_the_run(tmp_path, monkeypatch, capsys):
     """Finite weights that overflow: nothing to see at the start, and nothing to train on."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(TOY / "reward_model")
-    model.score.weight.data *= 3e38 / model.score.weight.abs().max()
+    model.score.weight.data = 3e38 * model.score.weight.data.sign()
     model.save_pretrained(tmp_path / "rm")
     transformers.AutoTokenizer.from_pretrained(TOY / "reward_model").save_pretrained(tmp_path / "rm")
     script = importlib.import_module("reinforce_pp")
@@ -467,12 +467,16 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path, monkeypatch, capsy
         (["--dataset", "{tmp}/long.jsonl"], ["--max_length 1024", "204 tokens", "128"]),
         (["--model", "no/such"], ["--model no/such"]),
         (["--model", "{tmp}/outputs"], ["3 outputs"]),
-        (["--resume", "{tmp}"], ["--resume", "checkpoints/*.pt"]),
+        (["--resume", "{tmp}"], ["--resume", "no run folder"]),
+        (["--dataset", "{tmp}/null.jsonl"], ["row 1 cannot be made tokens"]),
+        (["--dataset", "{tmp}/chat.jsonl"], ["row 0 cannot be made tokens", "chat_template"]),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, flags, words):
     write_jsonl(tmp_path / "equal.jsonl", [{"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 3"}])
     write_jsonl(tmp_path / "long.jsonl", [{"prompt": "3 + " * 100 + "?", "chosen": "answer 3", "rejected": "1"}] * 64)
+    write_jsonl(tmp_path / "null.jsonl", [PAIRS[0], {"prompt": "3 ?", "chosen": "answer 3", "rejected": None}])
+    write_jsonl(tmp_path / "chat.jsonl", CHATS)
     if "outputs" in flags[1]:
         broken_reward_model(tmp_path / "outputs", "outputs")
     said = refused("reward_model", tmp_path, monkeypatch, capsys, *(flag.format(tmp=tmp_path) for flag in flags))

@@ -122,11 +122,13 @@ def test_order_of_the_file_is_kept_without_shuffle(tmp_path, monkeypatch):
         (["--dataset", str(ROOT / "toy" / "train.jsonl")], ["`completion`"]),
         (["--num_epochs", "0"], ["--num_epochs 0"]),
         (["--model", "no/such"], ["--model no/such"]),
+        (["--dataset", "{tmp}/null.jsonl"], ["row 0 cannot be made tokens"]),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, flags, words):
+    write_jsonl(tmp_path / "null.jsonl", [{"prompt": "3 ?", "completion": None}])
     with pytest.raises(SystemExit) as exit:
-        run_sft(monkeypatch, "--runs_dir", tmp_path / "runs", *flags)
+        run_sft(monkeypatch, "--runs_dir", tmp_path / "runs", *(flag.format(tmp=tmp_path) for flag in flags))
     said = capsys.readouterr().err.strip()
     assert exit.value.code == 2 and said.startswith("error: ") and "\n" not in said
     assert all(word in said for word in words), said
