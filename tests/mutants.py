@@ -23,6 +23,7 @@ RANKS = "tests/test_ranks.py"
 INVARIANT = f"{RANKS} -k float64-1e-12-0.3-reinforce_pp"
 SIBLINGS = "tests/test_siblings.py"
 RM_TESTS = "tests/test_reward_model.py"
+FAULTS = "tests/test_faults.py"
 BRADLEY, CENTRED, PLAIN = (f"{RM_TESTS} -k {name}" for name in ("bradley", "centering", "plain_one"))
 
 # name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
@@ -350,6 +351,78 @@ MUTANTS = [
         "(mb_loss * world_size).backward()",
         "mb_loss.backward()",
         "tests/test_sft.py -k ranks",
+    ),
+    (
+        "checkpoint written in place",
+        "ppo.py",
+        'temporary = path.with_name(path.name + ".tmp")',
+        "temporary = path",
+        f"{FAULTS} -k middle_of_a_checkpoint",
+    ),
+    (
+        "digest not checked",
+        RPP,
+        'if path.with_name(path.name + ".sha256").read_text().split()[:1] != [digest]:',
+        "if False:",
+        "tests/test_refusals.py -k 'bit and reinforce_pp and not baseline'",
+    ),
+    (
+        "changed flags pass",
+        RPP,
+        "    if changed:\n",
+        "    if False:\n",
+        "tests/test_refusals.py -k 'changed and reinforce_pp and not baseline'",
+    ),
+    (
+        "weights touched by a gradient that is not finite",
+        RPP,
+        "if all_sum((~numbers.isfinite()).sum()) == 0:",
+        "if True:",
+        f"{FAULTS} -k 'before_the_weights and reinforce_pp'",
+    ),
+    ("signals ignored", RPP, "stopped = bool(all_sum(", "stopped = False and bool(all_sum(", f"{FAULTS} -k finishes"),
+    (
+        "a run without checkpoint logs its beginning twice",
+        RPP,
+        'if line["iteration"] <= iteration and iteration]',
+        'if line["iteration"] <= iteration]',
+        f"{FAULTS} -k starts_over",
+    ),
+    (
+        "torchrun's restart finds no run",
+        RPP,
+        "return max(found, default=None)",
+        "return None",
+        f"{FAULTS} -k starts_it_again",
+    ),
+    (
+        "a full disk leaves rubbish",
+        RPP,
+        "        temporary.unlink(missing_ok=True)\n",
+        "        pass\n",
+        f"{FAULTS} -k 'last_good and reinforce_pp'",
+    ),
+    (
+        "control characters reach the terminal",
+        RPP,
+        'if c.isprintable() or c == "\\n"',
+        "if True",
+        f"{FAULTS} -k 'steer and reinforce_pp'",
+    ),
+    ("warnings every time", RPP, "if key not in warned:", "if True:", f"{FAULTS} -k 'said_once and reinforce_pp'"),
+    (
+        "a reward model passes for a policy",
+        RPP,
+        'if "SequenceClassification" in kind:',
+        "if False:",
+        "tests/test_refusals.py -k 'as and policy and reinforce_pp and not baseline'",
+    ),
+    (
+        "a body without head passes for a policy",
+        RPP,
+        'if info["missing_keys"]:',
+        "if False:",
+        "tests/test_refusals.py -k 'without and head and reinforce_pp and not baseline'",
     ),
     ("preference upside down", RM, "softplus(-(chosen_scores", "softplus((chosen_scores", BRADLEY),
     ("margin with the wrong sign", RM, "- rejected_scores - margin))", "- rejected_scores + margin))", BRADLEY),

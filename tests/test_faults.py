@@ -8,6 +8,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import sys
 import pytest
 import torch
 from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, the_run, write_jsonl
-from soak import FLAGS, KILLER, differences, pid_of_rank, start, timeless, wait_for_lines
+from soak import FLAGS, differences, pid_of_rank, start, timeless, wait_for_lines
 
 FLAGS = FLAGS.split()
 
@@ -105,6 +106,13 @@ def run_main(script: str, monkeypatch, *flags) -> None:
     module = importlib.import_module(script)
     monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
     module.main(module.parse_args())
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path, monkeypatch, whole):
+    shutil.copytree(whole("reinforce_pp", 1), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    run_main("reinforce_pp", monkeypatch, *FLAGS, "--resume", tmp_path / "run")
+    assert timeless(tmp_path / "run" / "metrics.jsonl") == timeless(whole("reinforce_pp", 1) / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("script", SKELETONS)
@@ -281,6 +289,3 @@ def test_no_script_opens_a_pickle_or_evaluates_text():
         assert loads == source.count("weights_only=True") >= 1
         assert "use_safetensors" in source
         assert source.count("runpy") == (2 if name in POLICY_SCRIPTS else 0)
-
-
-assert KILLER
