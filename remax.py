@@ -25,6 +25,7 @@ baseline per prompt and normalizes over the batch; ppo.py learns a critic.
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -216,11 +217,13 @@ def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(printable(text))
+        sys.stdout.flush()  # into a pipe or a file too, where a kill would lose what waits
 
 
 def fail(message: str) -> None:
-    """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
-    if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
+    """End with one sentence and exit code 2. Until the ranks have met they fail alike, and the first of each node says
+    it; later any of them may be alone with its trouble."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or dist.is_initialized():
         print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -249,10 +252,14 @@ def check_args(args, world_size: int) -> None:
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
     if not args.answer_marker:
         fail("--answer_marker '': must not be empty; give the word or sign that stands before the answer")
-    folder = Path(args.runs_dir).absolute()
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        fail(f"--runs_dir {args.runs_dir}: nothing can be written in {folder}; give a folder that is yours")
+    if args.track and not importlib.util.find_spec("wandb"):
+        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
+    if "/" in args.exp_name or not args.exp_name:
+        fail(f"--exp_name {args.exp_name!r}: must be a name and no path; --runs_dir says where")
+    flag, folder = ("resume", args.resume) if args.resume else ("runs_dir", args.runs_dir)
+    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{flag} {folder}: nothing can be written in {there}; give a folder that is yours")
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -291,6 +298,8 @@ def load_policy(name: str, flag: str, device: torch.device):
     model, info = load(transformers.AutoModelForCausalLM, name, flag, **options)
     if info["missing_keys"]:
         fail(f"--{flag} {name}: has no weights for {min(info['missing_keys'])}; give a causal LM that is whole")
+    if not all(x.isfinite().all() for x in model.state_dict().values()):
+        fail(f"--{flag} {name}: has weights that are NaN or infinite; give a model that is well")
     for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
         for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
             setattr(module, rate, 0.0)
@@ -384,6 +393,7 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float()  # (b, V)
+        logits = logits.nan_to_num(nan=0.0)  # or multinomial would end it all; the log-probs below show what is wrong
         if greedy:
             tokens = logits.argmax(-1)  # (b,)
         else:
@@ -458,7 +468,10 @@ def load_reward(args, device: torch.device, flag: str = "reward"):
         fail(f"--{flag} {name}: is a {kind}, which has no score; make a reward model of it with reward_model.py")
     if config.num_labels != 1:
         fail(f"--{flag} {name}: has {config.num_labels} outputs, a reward model has 1; give another")
-    model = load(transformers.AutoModelForSequenceClassification, name, flag, dtype=torch.float32)
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, info = load(transformers.AutoModelForSequenceClassification, name, flag, **options)
+    if info["missing_keys"]:
+        fail(f"--{flag} {name}: has no weights for {min(info['missing_keys'])}; give a reward model that is whole")
     if not hasattr(model, "score"):
         fail(f"--{flag} {name}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
     if not all(x.isfinite().all() for x in model.state_dict().values()):
@@ -520,7 +533,14 @@ def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mas
             fail(f"--{flag} {getattr(args, flag)}: raises {error!r:.200} in line {at.lineno} of {at.filename}; mend it")
     else:
         model, reward_tokenizer = reward
-        readings = read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask)
+        try:
+            readings = read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask)
+        except Exception as error:  # a template may refuse a chat: roles that do not alternate, a system message
+            fail(f"--{flag} {getattr(args, flag)}: its chat template refuses a prompt ({error!r:.200}); give another")
+        longest, limit = max(map(len, readings)), getattr(model.config, "max_position_embeddings", None)
+        if limit and longest > limit:
+            reason = f"takes {limit} tokens, prompt and response are {longest}"
+            fail(f"--{flag} {getattr(args, flag)}: {reason}; lower --max_response_length")
         pieces = []
         for start in range(0, len(readings), args.micro_batch_size):
             ids, mask = left_pad(readings[start : start + args.micro_batch_size], 0, sequences.device)  # (b, L)
@@ -630,9 +650,11 @@ def write_file(path: Path, write) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save meets a full disk with either
+    except (OSError, RuntimeError, SystemExit) as error:  # torch.save meets a full disk with either of the first two
         temporary.unlink(missing_ok=True)
-        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+        if isinstance(error, SystemExit):
+            raise
+        fail(f"cannot write {path} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:
@@ -641,13 +663,14 @@ def append_lines(path: Path, lines: list[dict]) -> None:
         with path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     except OSError as error:
-        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+        fail(f"cannot write {path} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
     """All that the next iteration needs. No generator's state: every iteration seeds its own.
 
-    Its SHA-256 stands beside it, in the form of sha256sum, and before it: torch.load takes a file with a flipped bit.
+    Its SHA-256 stands beside it, as sha256sum writes it, since torch.load takes a file with a flipped bit; it is
+    written first, so that no checkpoint is without.
     """
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"iteration": iteration, "world_size": world_size}
@@ -666,16 +689,18 @@ def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, statef
         old.with_name(old.name + ".sha256").unlink(missing_ok=True)
 
 
+def launch_id() -> str:
+    """What a run under torchrun keeps over its restarts: the rendezvous' id, or torchrun's process if that has none."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"process {os.getppid()}"
+
+
 def find_run(args) -> str | None:
-    """The run folder to go on with: --resume; or, where torchrun starts a run again after a failure, the last one that
-    has these flags."""
+    """The run folder to go on with: --resume; or, where torchrun starts the ranks again, the one they had."""
     if args.resume or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         return args.resume
-    now, found = json.loads(json.dumps(asdict(args))), []
-    for path in Path(args.runs_dir).glob("*/args.json"):
-        if json.loads(path.read_text()) == now:
-            found.append(str(path.parent))
-    return max(found, default=None)  # their names differ in the time only
+    found = [path.parent for path in Path(args.runs_dir).glob("*/launch.txt") if path.read_text() == launch_id()]
+    return str(max(found)) if found else None
 
 
 def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
@@ -685,7 +710,7 @@ def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
     try:
         before = json.loads((run_dir / "args.json").read_text())
     except (OSError, ValueError):
-        fail(f"--resume {run_dir}: is no run folder, it has no args.json; give one, such as {args.runs_dir}/...")
+        fail(f"--resume {run_dir}: is no run folder, it has no args.json that can be read; give one that has")
     if not (run_dir / script).exists():
         fail(f"--resume {run_dir}: was not made by {script}; resume it with the script that lies in it")
     free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
@@ -712,7 +737,10 @@ def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
         if not {"iteration", "world_size", "optimizer"} <= state.keys():
             raise ValueError("something is missing in it")
     except Exception as error:
-        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it to go on from the one before")
+        before = (
+            f"to go on from {checkpoints[-2].name}" if len(checkpoints) > 1 else "to start over, it is the only one"
+        )
+        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it {before}")
     if state["iteration"] > args.num_iterations:
         fail(f"--num_iterations {args.num_iterations}: the run to resume is at {state['iteration']}; give more")
     if state["world_size"] != world_size:
@@ -727,7 +755,10 @@ def open_run_folder(args, run_dir: Path, iteration: int) -> None:
     except OSError as error:
         fail(f"--runs_dir {args.runs_dir}: cannot make {run_dir} ({error.strerror}); give another folder")
     write_file(run_dir / Path(__file__).name, lambda file: file.write(Path(__file__).read_bytes()))
-    for path in run_dir.glob("*.jsonl") if iteration < args.num_iterations else ():
+    for path in (run_dir / "checkpoints").glob("*.tmp"):  # what a kill has left
+        path.unlink()
+    logs = [path for path in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl") if path.exists()]
+    for path in logs if iteration < args.num_iterations else ():
         lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
         lines = [line for line in lines if line["iteration"] <= iteration and iteration]  # at 0 it all starts again
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
@@ -737,6 +768,8 @@ def open_run_folder(args, run_dir: Path, iteration: int) -> None:
         write_file(path, lambda file, text=text: file.write(text))
     text = json.dumps(asdict(args) | {"resume": None}, indent=2).encode()
     write_file(run_dir / "args.json", lambda file: file.write(text + b"\n"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        write_file(run_dir / "launch.txt", lambda file: file.write(launch_id().encode()))
 
 
 def save_model(folder: Path, *parts) -> None:
@@ -750,18 +783,19 @@ def save_model(folder: Path, *parts) -> None:
         temporary.replace(folder)
     except Exception as error:  # safetensors has its own kind for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        fail(f"--runs_dir: cannot write {folder} ({error!s:.100}); make room, and go on with --resume")
+        fail(f"cannot write {folder} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def start_tracking(args, run_dir: Path):
     """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
     is told twice, the iterations between the checkpoint and the end."""
-    try:
-        import wandb  # here, since without --track it need not be there
-    except ImportError:
-        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
+    import wandb  # here, since without --track it need not be there
+
     project = {"project": args.wandb_project, "entity": args.wandb_entity}
-    return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+    try:
+        return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+    except Exception as error:  # not logged in, no network, no such project
+        fail(f"--track: wandb says {error!r:.200}; mend that, set WANDB_MODE=offline, or leave --track out")
 
 
 def main(args) -> None:
@@ -773,13 +807,14 @@ def main(args) -> None:
     checkpoint = load_checkpoint(args, resume, world_size) if resume else None
     use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
-    if use_cuda and device.index >= torch.cuda.device_count():
-        fail(f"--device {args.device}: local rank {device.index} has no GPU of its own; start fewer ranks")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if use_cuda and here > torch.cuda.device_count():
+        fail(f"--device {args.device}: {here} ranks on {torch.cuda.device_count()} GPUs; start as many as there are")
     if use_cuda:
         torch.cuda.set_device(device)
 
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a critic's new head is no news; what matters is checked here
+    transformers.utils.logging.set_verbosity_error()  # what matters is checked here
     tokenizer = load(transformers.AutoTokenizer, args.model, "model")
     if tokenizer.eos_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no EOS token, so no response could end; set one and save it")
@@ -804,7 +839,8 @@ def main(args) -> None:
         and load(transformers.AutoTokenizer, args.ref_model, "ref_model").get_vocab() != tokenizer.get_vocab()
     ):
         fail(f"--ref_model {args.ref_model}: reads other token ids than --model; give one that shares its tokenizer")
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    limits = [getattr(x.config.get_text_config(), "max_position_embeddings", None) for x in (policy, reference)]
+    limit = min((x for x in limits if x), default=None)
     longest = max(len(row["prompt_ids"]) for row in rows + eval_rows)
     if limit and longest + args.max_response_length > limit:
         text = f"{longest} tokens of the longest prompt and so many of response are more than the model's {limit}"
@@ -873,7 +909,7 @@ def main(args) -> None:
         write_file(path, lambda file: torch.save(rollout | {"iteration": iteration}, file))
         if rank > 0:
             sys.exit(2)
-        fail(f"iteration {iteration}: {what}; {path} has the batch, the weights are those before it")
+        fail(f"iteration {iteration}: {what}; {path} has the batch, nothing was learned from it")
 
     warned = set()
 
@@ -885,8 +921,12 @@ def main(args) -> None:
     signals, handlers = [], {}
 
     def finish_iteration(number: int, frame) -> None:
-        signals.append(number)
-        signal.signal(number, handlers[number])  # the second one ends it at once
+        """Stop at the end of the iteration; at once if told again. What comes within seconds is one and the same wish:
+        schedulers signal the rank, and torchrun's agent, which passes it on."""
+        if signals and time.monotonic() - signals[-1][1] > 3:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        signals.append((number, signals[-1][1] if signals else time.monotonic()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         handlers[number] = signal.signal(number, finish_iteration)
@@ -900,7 +940,9 @@ def main(args) -> None:
 
         # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each
         epoch, step = divmod(iteration - 1, len(rows) // num_prompts)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
+        order = torch.randperm(
+            len(rows), generator=torch.Generator().manual_seed((args.seed * 1_000_003 + epoch) % 2**63)
+        )
         order = order[step * num_prompts : (step + 1) * num_prompts].chunk(world_size)[rank]
         batch = [rows[i] for i in order.tolist() for _ in range(args.samples_per_prompt)]
         with autocast(args, device):
@@ -923,6 +965,7 @@ def main(args) -> None:
         rollout["scores"] = process_scores(args, raw_scores, truncated)  # (B,)
 
         both = torch.cat([raw_scores, score(args, judges[""], tokenizer, batch, *greedy)])  # (2B,)
+        stop_if_not_finite("the score of a greedy response is NaN or infinite, see to --reward", both, rollout)
         both_truncated = torch.cat([truncated, is_truncated(policy, tokenizer, greedy[0], greedy[2])])
         rollout["scores"], rollout["greedy_scores"] = process_scores(args, both, both_truncated).chunk(2)  # (B,), (B,)
 
@@ -939,6 +982,7 @@ def main(args) -> None:
 
         kl = (logprobs - ref_logprobs).masked_fill(~response_mask, 0.0)  # (B, T)
         rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
+        stop_if_not_finite("log-probs are NaN or infinite, start anew with a lower --learning_rate", kl, rollout)
         times.append(clock())
 
         # 6. Advantages
@@ -973,7 +1017,9 @@ def main(args) -> None:
 
                 grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
                 numbers = torch.stack([grad_norms[-1], *(x.detach() for x in stats.values())])
-                stop_if_not_finite("loss or gradient is NaN or infinite, lower --learning_rate", numbers, rollout)
+                stop_if_not_finite(
+                    "loss or gradient is NaN or infinite, start anew with a lower --learning_rate", numbers, rollout
+                )
 
                 optimizer.step()
                 optimizer.zero_grad()
@@ -1012,11 +1058,14 @@ def main(args) -> None:
         bar.set_postfix_str(line)
         if iteration % args.log_every == 0 or iteration in (1, args.num_iterations):
             say(f"iteration {iteration:4d}   {line}")
-        samples = [] if iteration % args.log_every else describe(tokenizer, batch, scores, *generated)
-        evaluate_and_log(iteration, metrics, samples[: args.num_samples])
-        spread = raw_scores.view(-1, k).amax(1) - raw_scores.view(-1, k).amin(1)  # (B / k,) within each group
-        if (all_sum(spread.sum()) if k > 1 else metrics["score_std"]) <= 1e-6 * abs(metrics["score"]):
-            warn_once("scores", "the responses to each prompt have equal scores, from which nothing is learned")
+        some = slice(0, 0 if iteration % args.log_every else args.num_samples * k, k)  # one response a prompt
+        shown = {prefix: x[some] for prefix, x in scores.items()}
+        evaluate_and_log(iteration, metrics, describe(tokenizer, batch[some], shown, *(x[some] for x in generated)))
+        groups = rollout["scores"].view(-1, k)
+        spread = all_sum((groups.amax(1) - groups.amin(1)).sum()) if k > 1 else mean_std(rollout["scores"], every)[1]
+        if spread <= 1e-6 * groups.abs().max():
+            who = "the responses to each prompt" if k > 1 else "all responses"
+            warn_once("scores", f"{who} have equal scores, which tell nothing about what is better")
         if metrics["truncated"] > 0.9:
             warn_once("length", f"{metrics['truncated']:.0%} of the responses are cut; raise --max_response_length")
         if metrics["ratio_deviation"] > {"float32": 1e-3, "bfloat16": 0.5}[args.dtype]:
@@ -1051,7 +1100,7 @@ def main(args) -> None:
         del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
     if not finished:
-        sys.exit(128 + (signals or [signal.SIGTERM])[0])  # as the shell says it
+        sys.exit(128 + (signals[0][0] if signals else signal.SIGTERM))  # as the shell says it
 
 
 if __name__ == "__main__":

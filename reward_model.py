@@ -23,6 +23,7 @@ Left out: dropout, packing, LoRA, sharded models, ensembles.
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -150,11 +151,13 @@ def say(text: str) -> None:
     """Print on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(printable(text))
+        sys.stdout.flush()  # into a pipe or a file too, where a kill would lose what waits
 
 
 def fail(message: str) -> None:
-    """End with one sentence and exit code 2. Until the ranks have met they all fail alike, and rank 0 says it."""
-    if int(os.environ.get("RANK", 0)) == 0 or dist.is_initialized():
+    """End with one sentence and exit code 2. Until the ranks have met they fail alike, and the first of each node says
+    it; later any of them may be alone with its trouble."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or dist.is_initialized():
         print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -177,10 +180,14 @@ def check_args(args, world_size: int) -> None:
         fail(f"--batch_size {args.batch_size}: is no multiple of {world_size} ranks; {near} would be")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
-    folder = Path(args.runs_dir).absolute()
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        fail(f"--runs_dir {args.runs_dir}: nothing can be written in {folder}; give a folder that is yours")
+    if args.track and not importlib.util.find_spec("wandb"):
+        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
+    if "/" in args.exp_name or not args.exp_name:
+        fail(f"--exp_name {args.exp_name!r}: must be a name and no path; --runs_dir says where")
+    flag, folder = ("resume", args.resume) if args.resume else ("runs_dir", args.runs_dir)
+    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{flag} {folder}: nothing can be written in {there}; give a folder that is yours")
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +246,7 @@ def load_reward_model(args, tokenizer, device: torch.device) -> RewardModel:
     classifier = load(transformers.AutoModelForSequenceClassification, args.model, "model", **options)
     if not hasattr(classifier, "score"):
         fail(f"--model {args.model}: {type(classifier).__name__} has no `score` head; give a decoder such as Llama")
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed % 2**63)
     if not trained:  # small enough that scores start near 0, where a pair counts log 2
         width = classifier.score.in_features
         classifier.score.weight.data = torch.randn(1, width) / (width + 1)
@@ -401,7 +408,7 @@ def learning_rate_at(args, iteration: int, num_iterations: int) -> float:
 
 
 def checkpoint_layers(model, on: bool) -> None:
-    """Switch gradient checkpointing on for the update, off for generation, which needs its cache.
+    """Switch gradient checkpointing on for the update, off for evaluation.
 
     transformers checkpoints a layer in training mode. That is set on the layers alone, so that dropout stays off below.
     """
@@ -419,9 +426,11 @@ def write_file(path: Path, write) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save meets a full disk with either
+    except (OSError, RuntimeError, SystemExit) as error:  # torch.save meets a full disk with either of the first two
         temporary.unlink(missing_ok=True)
-        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+        if isinstance(error, SystemExit):
+            raise
+        fail(f"cannot write {path} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:
@@ -430,13 +439,14 @@ def append_lines(path: Path, lines: list[dict]) -> None:
         with path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     except OSError as error:
-        fail(f"--runs_dir: cannot write {path} ({error!s:.100}); make room, and go on with --resume")
+        fail(f"cannot write {path} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
     """All that the next step needs. No generator's state: the order of the examples follows from seed and epoch.
 
-    Its SHA-256 stands beside it, in the form of sha256sum, and before it: torch.load takes a file with a flipped bit.
+    Its SHA-256 stands beside it, as sha256sum writes it, since torch.load takes a file with a flipped bit; it is
+    written first, so that no checkpoint is without.
     """
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"iteration": iteration, "world_size": world_size}
@@ -455,16 +465,18 @@ def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, statef
         old.with_name(old.name + ".sha256").unlink(missing_ok=True)
 
 
+def launch_id() -> str:
+    """What a run under torchrun keeps over its restarts: the rendezvous' id, or torchrun's process if that has none."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"process {os.getppid()}"
+
+
 def find_run(args) -> str | None:
-    """The run folder to go on with: --resume; or, where torchrun starts a run again after a failure, the last one that
-    has these flags."""
+    """The run folder to go on with: --resume; or, where torchrun starts the ranks again, the one they had."""
     if args.resume or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         return args.resume
-    now, found = json.loads(json.dumps(asdict(args))), []
-    for path in Path(args.runs_dir).glob("*/args.json"):
-        if json.loads(path.read_text()) == now:
-            found.append(str(path.parent))
-    return max(found, default=None)  # their names differ in the time only
+    found = [path.parent for path in Path(args.runs_dir).glob("*/launch.txt") if path.read_text() == launch_id()]
+    return str(max(found)) if found else None
 
 
 def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
@@ -474,7 +486,7 @@ def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
     try:
         before = json.loads((run_dir / "args.json").read_text())
     except (OSError, ValueError):
-        fail(f"--resume {run_dir}: is no run folder, it has no args.json; give one, such as {args.runs_dir}/...")
+        fail(f"--resume {run_dir}: is no run folder, it has no args.json that can be read; give one that has")
     if not (run_dir / script).exists():
         fail(f"--resume {run_dir}: was not made by {script}; resume it with the script that lies in it")
     free = {"resume", "runs_dir", "eval_every", "log_every", "num_samples", "save_every", "keep_checkpoints"}
@@ -501,7 +513,10 @@ def load_checkpoint(args, resume: str, world_size: int) -> dict | None:
         if not {"iteration", "world_size", "optimizer"} <= state.keys():
             raise ValueError("something is missing in it")
     except Exception as error:
-        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it to go on from the one before")
+        before = (
+            f"to go on from {checkpoints[-2].name}" if len(checkpoints) > 1 else "to start over, it is the only one"
+        )
+        fail(f"--resume {run_dir}: {path.name} is damaged ({error!s:.100}); delete it {before}")
     if state["world_size"] != world_size:
         fail(f"--resume {run_dir}: ran on {state['world_size']} ranks, not {world_size}; start it on as many")
     return state
@@ -514,7 +529,10 @@ def open_run_folder(args, run_dir: Path, iteration: int, num_iterations: int) ->
     except OSError as error:
         fail(f"--runs_dir {args.runs_dir}: cannot make {run_dir} ({error.strerror}); give another folder")
     write_file(run_dir / Path(__file__).name, lambda file: file.write(Path(__file__).read_bytes()))
-    for path in run_dir.glob("*.jsonl") if iteration < num_iterations else ():
+    for path in (run_dir / "checkpoints").glob("*.tmp"):  # what a kill has left
+        path.unlink()
+    logs = [path for path in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl") if path.exists()]
+    for path in logs if iteration < num_iterations else ():
         lines = [json.loads(line) for line in path.open() if line.endswith("\n")]  # a crash may have cut the last one
         lines = [line for line in lines if line["iteration"] <= iteration and iteration]  # at 0 it all starts again
         if args.eval_every and iteration % args.eval_every:  # the shorter run ended here and was evaluated for that
@@ -524,6 +542,8 @@ def open_run_folder(args, run_dir: Path, iteration: int, num_iterations: int) ->
         write_file(path, lambda file, text=text: file.write(text))
     text = json.dumps(asdict(args) | {"resume": None}, indent=2).encode()
     write_file(run_dir / "args.json", lambda file: file.write(text + b"\n"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        write_file(run_dir / "launch.txt", lambda file: file.write(launch_id().encode()))
 
 
 def save_model(folder: Path, model, tokenizer, card: str) -> None:
@@ -538,18 +558,19 @@ def save_model(folder: Path, model, tokenizer, card: str) -> None:
         temporary.replace(folder)
     except Exception as error:  # safetensors has its own kind for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        fail(f"--runs_dir: cannot write {folder} ({error!s:.100}); make room, and go on with --resume")
+        fail(f"cannot write {folder} ({error!s:.100}); make room there, and go on with --resume")
 
 
 def start_tracking(args, run_dir: Path):
     """A Weights & Biases run with its files in the run folder; after --resume the same one goes on, and ignores what it
     is told twice, the iterations between the checkpoint and the end."""
-    try:
-        import wandb  # here, since without --track it need not be there
-    except ImportError:
-        fail("--track: wandb is not installed; pip install wandb, or leave --track out")
+    import wandb  # here, since without --track it need not be there
+
     project = {"project": args.wandb_project, "entity": args.wandb_entity}
-    return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+    try:
+        return wandb.init(**project, id=run_dir.name, resume="allow", dir=run_dir, config=asdict(args))
+    except Exception as error:  # not logged in, no network, no such project
+        fail(f"--track: wandb says {error!r:.200}; mend that, set WANDB_MODE=offline, or leave --track out")
 
 
 def main(args) -> None:
@@ -561,8 +582,9 @@ def main(args) -> None:
     checkpoint = load_checkpoint(args, resume, world_size) if resume else None
     use_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
-    if use_cuda and device.index >= torch.cuda.device_count():
-        fail(f"--device {args.device}: local rank {device.index} has no GPU of its own; start fewer ranks")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if use_cuda and here > torch.cuda.device_count():
+        fail(f"--device {args.device}: {here} ranks on {torch.cuda.device_count()} GPUs; start as many as there are")
     if use_cuda:
         torch.cuda.set_device(device)
 
@@ -637,8 +659,12 @@ def main(args) -> None:
     signals, handlers = [], {}
 
     def finish_step(number: int, frame) -> None:
-        signals.append(number)
-        signal.signal(number, handlers[number])  # the second one ends it at once
+        """Stop at the end of the step; at once if told again. What comes within seconds is one and the same wish:
+        schedulers signal the rank, and torchrun's agent, which passes it on."""
+        if signals and time.monotonic() - signals[-1][1] > 3:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        signals.append((number, signals[-1][1] if signals else time.monotonic()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         handlers[number] = signal.signal(number, finish_step)
@@ -649,7 +675,9 @@ def main(args) -> None:
         # 3. The batch: this rank's part of the next pairs, those of like length together
         began = time.perf_counter()
         epoch, step = divmod(iteration - 1, steps_per_epoch)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
+        order = torch.randperm(
+            len(rows), generator=torch.Generator().manual_seed((args.seed * 1_000_003 + epoch) % 2**63)
+        )
         order = order[step * args.batch_size : (step + 1) * args.batch_size].chunk(world_size)[rank]
         mine = sorted((rows[i] for i in order), key=pair_length)
 
@@ -673,12 +701,13 @@ def main(args) -> None:
         checkpoint_layers(reward_model, False)
         grad_norm = torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
         if all_sum((~torch.stack([loss, grad_norm]).isfinite()).sum()) > 0:  # on any rank, so on all
-            path = run_dir / f"not_finite.{rank}.jsonl"
-            append_lines(path, mine)
-            message = (
-                f"step {iteration}: loss or gradient is NaN or infinite, lower --learning_rate; {path} has the batch"
-            )
-            fail(message) if rank == 0 else sys.exit(2)
+            path = run_dir / f"not_finite.{rank}.json"
+            text = json.dumps(mine, indent=1).encode()
+            write_file(path, lambda file, text=text: file.write(text))
+            if rank > 0:
+                sys.exit(2)
+            reason = "loss or gradient is NaN or infinite, start anew with a lower --learning_rate"
+            fail(f"step {iteration}: {reason}; {path} has the batch")
         optimizer.step()
         optimizer.zero_grad()
 
@@ -729,7 +758,7 @@ def main(args) -> None:
         del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
         dist.destroy_process_group()
     if not finished:
-        sys.exit(128 + (signals or [signal.SIGTERM])[0])  # as the shell says it
+        sys.exit(128 + (signals[0][0] if signals else signal.SIGTERM))  # as the shell says it
 
 
 if __name__ == "__main__":

@@ -195,13 +195,13 @@ def soak(seed: int, undisturbed: dict, scratch: Path) -> dict:
             how += f" rank {victim}" * (ranks > 1)
         code = process.wait(timeout=300)
         kills.append({"how": how, "number": number, "code": code})
-        run = run or next((folder / "runs").iterdir(), None)
-        where = ["--resume", run]
+        run = run or next(folder.glob("runs/*/args.json"), folder / "none" / "args.json").parent
+        run = run if run.exists() else None  # killed before it had a folder that is whole
+        where = ["--resume", run] if run else where
         if code == 0:
             break
-    code = 1
-    if run:
-        code = start(script, ranks, *FLAGS.split(), "--resume", run, folder=folder).wait(timeout=300)
+    code = start(script, ranks, *FLAGS.split(), *where, folder=folder).wait(timeout=300)
+    run = run or next(folder.glob("runs/*/model")).parent
     wrong = differences(undisturbed[script, ranks], run) if code == 0 else [f"exit code {code} on --resume"]
     if wrong:
         print((folder / "log").read_text()[-3000:])

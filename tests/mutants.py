@@ -243,8 +243,8 @@ MUTANTS = [
     (
         "NaN weights pass",
         RPP,
-        "if not all(x.isfinite().all() for x in model.state_dict().values()):",
-        "if False:",
+        'state_dict().values()):\n        fail(f"--{flag} {name}: has weights that are NaN or infinite, and',
+        'state_dict().values()) and 0:\n        fail(f"--{flag} {name}: has weights that are NaN or infinite, and',
         f"{RM_TESTS} -k refused",
     ),
     (
@@ -391,7 +391,7 @@ MUTANTS = [
     (
         "torchrun's restart finds no run",
         RPP,
-        "return max(found, default=None)",
+        "return str(max(found)) if found else None",
         "return None",
         f"{FAULTS} -k starts_it_again",
     ),
@@ -419,10 +419,10 @@ MUTANTS = [
     ),
     (
         "a body without head passes for a policy",
-        RPP,
-        'if info["missing_keys"]:',
-        "if False:",
-        "tests/test_refusals.py -k 'without and head and reinforce_pp and not baseline'",
+        "rloo.py",
+        'give a causal LM that is whole")\n',
+        '") if False else None\n',
+        "tests/test_refusals.py -k 'without and head and rloo'",
     ),
     ("preference upside down", RM, "softplus(-(chosen_scores", "softplus((chosen_scores", BRADLEY),
     ("margin with the wrong sign", RM, "- rejected_scores - margin))", "- rejected_scores + margin))", BRADLEY),
@@ -471,8 +471,8 @@ MUTANTS = [
     (
         "the critic's head is new",
         "ppo.py",
-        'if any("score" in key for key in info["missing_keys"]):',
-        "if True:",
+        'if info["missing_keys"]:\n        torch.nn.init.zeros_',
+        "if True:\n        torch.nn.init.zeros_",
         f"{RM_TESTS} -k critic_starts",
     ),
     (

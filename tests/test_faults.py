@@ -19,6 +19,7 @@ from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, the_ru
 from soak import FLAGS, differences, pid_of_rank, start, timeless, wait_for_lines
 
 FLAGS = FLAGS.split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,6 @@ def whole(tmp_path_factory):
         return runs[script, ranks]
 
     return run
-
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole):
@@ -58,7 +56,7 @@ def test_one_of_two_ranks_killed(tmp_path, whole):
     os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=120) != 0
     run = the_run(tmp_path / "runs")
-    assert len(read_jsonl(run / "metrics.jsonl")) < 9  # it was running
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") < 9  # it was running
     assert start("reinforce_pp", 2, *FLAGS, "--resume", run, folder=tmp_path).wait(timeout=300) == 0
     assert differences(whole("reinforce_pp", 2), run) == []
 
@@ -94,11 +92,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import os, signal, time\n"
         "def slow(completions, **kwargs):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n    return [0.0] * len(completions)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"  # as one: within seconds
+        "    open(__file__ + '.alive', 'w').close()\n    time.sleep(3.5)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n    return [0.0] * len(completions)\n"
     )
     flags = [*FLAGS, "--eval_every", "0", "--runs_dir", tmp_path / "runs", "--reward", f"{tmp_path}/slow.py:slow"]
-    assert launch(ROOT / "grpo.py", *flags, check=False).returncode != 0
+    assert launch(ROOT / "grpo.py", *flags, check=False).returncode == -signal.SIGINT
+    assert (tmp_path / "slow.py.alive").exists()
     assert not list(the_run(tmp_path / "runs").glob("checkpoints/*"))
 
 
@@ -129,9 +129,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, whol
     full = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=300)
     assert full.returncode == 2 and "Traceback" not in full.stderr
     said = full.stderr.strip().splitlines()[-1]
-    assert said.startswith("error: --runs_dir: cannot write") and "000004.pt (" in said and "make room" in said
+    assert said.startswith("error: cannot write") and "000004.pt (" in said and "make room" in said
     assert (run / "checkpoints" / "000002.pt").read_bytes() == good
-    assert {path.name for path in (run / "checkpoints").iterdir()} <= {"000002.pt", "000002.pt.sha256"}
+    assert not list(run.rglob("*.tmp"))
     run_main(script, monkeypatch, *FLAGS, "--resume", run)
     if script == "reinforce_pp":
         assert timeless(run / "metrics.jsonl") == timeless(whole(script, 1) / "metrics.jsonl")
