@@ -89,7 +89,8 @@ def table(results: dict) -> str:
     groups = {}
     for run in results["runs"]:
         groups.setdefault((run["script"], run["beta"]), []).append(run)
-    for (script, beta), runs in groups.items():
+    order = list(dict.fromkeys(run["script"] for run in results["runs"]))
+    for (script, beta), runs in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
         end = {name: [sum(run[name][-10:]) / 10 for run in runs] for name in KEYS}
         first = {name: [run[name][0] for run in runs] for name in KEYS}
         best = [max(smooth(run["monitor_pass_rate"])) for run in runs]
@@ -99,9 +100,24 @@ def table(results: dict) -> str:
             f"| {show(end['kl'], 1)} |"
         )
     made = results["made"]
+    commands = ", ".join(f"`{command}`" for command in made["commands"])
     count = f"{len(results['runs'][0]['score'])} iterations, seeds {sorted({run['seed'] for run in results['runs']})}"
     lines += ["", "Highest: of the means over 5 iterations in a row.", ""]
-    lines += [f"Made by `{made['command']}`: {count}; {made['machine']}, {made['versions']}."]
+    lines += [f"Made by {commands}: {count}; {made['machine']}, {made['versions']}."]
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: dict) -> str:
+    """True accuracy and KL at the end of each script for each beta, mean over the seeds."""
+    betas = sorted({run["beta"] for run in results["runs"]})
+    lines = ["| script | " + " | ".join(f"β = {beta:g}" for beta in betas) + " |", "|---" * (len(betas) + 1) + "|"]
+    for script in dict.fromkeys(run["script"] for run in results["runs"]):
+        cells = []
+        for beta in betas:
+            runs = [run for run in results["runs"] if (run["script"], run["beta"]) == (script, beta)]
+            accuracy, kl = (sum(sum(run[x][-10:]) / 10 for run in runs) for x in ("monitor_pass_rate", "kl"))
+            cells.append(f"{accuracy / len(runs):.2f} at {kl / len(runs):.1f}" if runs else "")
+        lines.append(f"| `{script}.py` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +155,7 @@ def draw(results: dict) -> None:
     titles = ["score of the reward model", "true accuracy (not trained on)"] * 2
     labels = ["iteration", "iteration", "KL to the start policy, nats", "KL to the start policy, nats"]
     scripts = list(dict.fromkeys(run["script"] for run in results["runs"]))
-    pictures = {"hacking": scripts[:1], "hacking_all": scripts}
+    pictures = {"hacking": ["reinforce_pp"], "hacking_all": scripts}
     for name, shown in pictures.items():
         figure, rows = plt.subplots(
             len(shown), 4, figsize=(13, 0.6 + 2.7 * len(shown)), constrained_layout=True, squeeze=False, sharey="col"
@@ -151,7 +167,8 @@ def draw(results: dict) -> None:
             axis.set_title(title, fontsize=10)
         for axis, label in zip(rows[-1], labels):
             axis.set_xlabel(label)
-        rows[0][0].legend(frameon=False, loc="lower right", fontsize=9)
+        for axes in rows:
+            axes[0].legend(frameon=False, loc="lower right", fontsize=9)
         figure.savefig(ROOT / "docs" / f"{name}.png", dpi=110)
         plt.close(figure)
 
@@ -160,8 +177,10 @@ def main(args: Args) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     if args.run:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        command = " ".join(["python benchmark/hacking.py", *sys.argv[1:]])
+        before = [text for text in results.get("made", {}).get("commands", []) if text != command]
         results["made"] = {
-            "command": " ".join(["python benchmark/hacking.py", *sys.argv[1:]]),
+            "commands": [*before, command],
             "machine": f"{os.cpu_count()} cores, {processor()}, {args.workers} runs at a time with a thread each",
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         }
@@ -181,9 +200,12 @@ def main(args: Args) -> None:
                 print(
                     *key(run), f"score {run['score'][-1]:.2f}, accuracy {run['monitor_pass_rate'][-1]:.2f}", flush=True
                 )
-    RESULTS.with_suffix(".md").write_text(table(results))
+    text = (
+        "True accuracy at KL in nats, means of the last 10 iterations:\n\n" + summary(results) + "\n" + table(results)
+    )
+    RESULTS.with_suffix(".md").write_text(text)
     draw(results)
-    print(table(results))
+    print(text)
 
 
 if __name__ == "__main__":
