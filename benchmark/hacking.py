@@ -1,6 +1,6 @@
 """Reward hacking you can watch: every policy script against the toy's reward model, the true accuracy beside it.
 
-    python benchmark/hacking.py                            everything: about 45 minutes on two cores
+    python benchmark/hacking.py                            everything: about an hour on two cores
     python benchmark/hacking.py --no_run                   only draws and tabulates the committed results again
     python benchmark/hacking.py --scripts grpo --betas 0   some of it; what results/hacking.json has already is kept
 
@@ -33,7 +33,7 @@ KEYS = ["score", "monitor_pass_rate", "kl", "response_length"]
 class Args:
     scripts: tuple[str, ...] = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax")
     """Which scripts, by name."""
-    betas: tuple[float, ...] = (0.0, 0.01, 0.05, 0.2)
+    betas: tuple[float, ...] = (0.0, 0.01, 0.05, 0.2, 1.0)
     """Which --kl_coef."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Which seeds."""

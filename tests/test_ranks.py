@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import POLICY_SCRIPTS, ROOT, launch, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, write_jsonl
 from driver import record
 
 DRIVER = ROOT / "tests" / "driver.py"
@@ -26,8 +26,10 @@ def distance(one: list, other: list) -> float:
     return float((one - other).norm() / one.norm())
 
 
-@pytest.mark.parametrize("name", POLICY_SCRIPTS)
-@pytest.mark.parametrize("dtype, tolerance, beta", [("float64", 1e-12, 0.3), ("float32", 1e-6, 0.01)])
+CASES = [("float64", 1e-12, 0.3, name) for name in POLICY_SCRIPTS] + [("float32", 1e-6, 0.01, s) for s in SKELETONS]
+
+
+@pytest.mark.parametrize("dtype, tolerance, beta, name", CASES)
 def test_gradient_does_not_depend_on_micro_batches_or_ranks(tmp_path, name, dtype, tolerance, beta):
     script = importlib.import_module(name)
     flags = [*COMMON, "--kl_coef", beta, "--runs_dir", tmp_path / "runs"]

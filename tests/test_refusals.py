@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import POLICY_SCRIPTS, ROOT, make_gpt2, make_llama, the_run, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, make_gpt2, make_llama, the_run, write_jsonl
 
 TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
@@ -263,7 +263,7 @@ def test_groups_must_divide_over_ranks(script, tmp_path, monkeypatch, capsys):
     [
         ("--gae_lambda 1.5", ["--gae_lambda 1.5"]),
         ("--critic_model no/such", ["--critic_model no/such"]),
-        ("--critic_model {bad}/othervocab", ["--critic_model", "shares its tokenizer"]),
+        ("--critic_model {bad}/othervocab", ["--critic_model", "give one with its tokenizer"]),
         ("--critic_model {bad}/three_rm", ["--critic_model {bad}/three_rm"]),
         ("--critic_learning_rate nan", ["--critic_learning_rate nan"]),
     ],
@@ -274,7 +274,7 @@ def test_the_critic_is_refused(bad, tmp_path, monkeypatch, capsys, flags, words)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 @pytest.mark.parametrize(
     "body, words",
     [
