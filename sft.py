@@ -504,7 +504,9 @@ def main(args) -> None:
     checkpoint = None  # a second copy of everything, which need not stay
     model = policy
     if world_size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        store, *_ = next(dist.rendezvous("env://"))  # torchrun keeps it over restarts, with the addresses of the dead
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
         model = DistributedDataParallel(policy, broadcast_buffers=False)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
