@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SKELETONS, launch, read_jsonl, the_run
+from conftest import ROOT, SKELETONS, read_jsonl, the_run
 
 SMALL = ["--batch_size", "16", "--log_every", "1", "--num_samples", "2"]
 SMALL += ["--eval_every", "2", "--max_response_length", "12"]
@@ -82,18 +82,6 @@ def test_resume_under_a_decaying_learning_rate_and_past_the_last_checkpoint(tmp_
     (died / "metrics.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # cut while it was written
     run_main(script, monkeypatch, *flags, "--resume", died)
     assert_same_run(whole, died)
-
-
-@pytest.mark.parametrize("script", ["ppo"])
-def test_resume_is_exact_under_torchrun(tmp_path, script):
-    path = ROOT / f"{script}.py"
-    launch(path, *SMALL, "--runs_dir", tmp_path / "whole", "--num_iterations", 4, ranks=2)
-    launch(path, *SMALL, "--runs_dir", tmp_path / "parts", "--num_iterations", 2, ranks=2)
-    parts = the_run(tmp_path / "parts")
-    launch(path, *SMALL, "--resume", parts, "--num_iterations", 4, ranks=2)
-    assert_same_run(the_run(tmp_path / "whole"), parts)
-    alone = launch(path, *SMALL, "--resume", parts, "--num_iterations", 6, check=False)
-    assert alone.returncode == 2 and "2 ranks, not 1" in alone.stderr
 
 
 def test_resume_of_sft_is_exact(tmp_path, monkeypatch):
