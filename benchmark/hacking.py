@@ -1,6 +1,6 @@
 """Reward hacking you can watch: every policy script against the toy's reward model, the true accuracy beside it.
 
-    python benchmark/hacking.py                            everything: about an hour on two cores
+    python benchmark/hacking.py                            everything: an hour or two on two cores
     python benchmark/hacking.py --no_run                   only draws and tabulates the committed results again
     python benchmark/hacking.py --scripts grpo --betas 0   some of it; what results/hacking.json has already is kept
 

@@ -1,6 +1,6 @@
 """Kill runs at bad moments, resume them, and require that nothing shows: weights, optimizer, metrics to the last bit.
 
-    python benchmark/soak.py                    24 runs, each killed once or twice; about 12 minutes on two cores
+    python benchmark/soak.py                    24 runs, killed once or twice each; a quarter of an hour on two cores
     python benchmark/soak.py --seeds 7          one of them
 
 A case is drawn from its seed: a script, one process or two ranks under torchrun, and one or two kills (SIGKILL, which
