@@ -27,9 +27,11 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -38,17 +40,21 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field, make_dataclass
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 import transformers  # loads its classes when they are first named, so --help need not wait for them
 import tyro
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its prompts, see toy/README.md
+MAX_LOGITS = 2**26  # so many are in memory at once, 256 MiB in float32, whatever the size of batch and vocabulary
 
 
 @dataclass
@@ -60,7 +66,7 @@ class Experiment:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes CUDA if there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the forward passes (autocast). Weights and optimizer state are float32 either way."""
+    """Arithmetic of the forward passes (autocast). What is trained, and its optimizer state, is float32 either way."""
 
 
 @dataclass
@@ -77,6 +83,8 @@ class ModelsAndData:
     """Held-out prompts, as --dataset (set both); a column `group` splits the results. None evaluates nothing."""
     eval_split: str = "test"
     """Split of a hub dataset for evaluation."""
+    chat_template_kwargs: str = "{}"
+    """JSON for the chat template that prompts go through: '{"enable_thinking": false}' is known to Qwen3's."""
 
 
 @dataclass
@@ -100,7 +108,8 @@ class Reward:
     """A second score of every response, named as in --reward; logged, never trained on. The rule beside a reward model
     shows whether the policy gets better, or better at pleasing the model."""
     answer_marker: str = "answer"
-    """For exact_answer: what comes after the last occurrence of this must equal the column `answer`."""
+    """For exact_answer: the sign before the answer. A word or mark (answer, ####): the answer is all that follows; an
+    open brace (\\boxed{): up to the one that closes it; a tag (<answer>): up to </answer>. The last one counts."""
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a truncated response."""
     reward_scale: float = 1.0
@@ -131,6 +140,8 @@ class Optimization:
     """The gradient is clipped to this norm, over all parameters."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time in the update."""
+    shard_optimizer: bool = False
+    """Each rank keeps its share of AdamW's state (ZeRO stage 1), not all of it: memory only, same results."""
 
 
 @dataclass
@@ -264,6 +275,12 @@ def check_args(args, world_size: int) -> None:
         fail(f"--num_minibatches {steps}: does not divide the {size // world_size} responses of a rank; take a divisor")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; take cpu or auto")
+    try:
+        if not isinstance(json.loads(args.chat_template_kwargs), dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        text = f"is no JSON object ({error}); give one such as '{{\"enable_thinking\": false}}'"
+        fail(f"--chat_template_kwargs {args.chat_template_kwargs!r}: {text}")
     if not args.answer_marker:
         fail("--answer_marker '': must not be empty; give the word or sign that stands before the answer")
     if args.track and not importlib.util.find_spec("wandb"):
@@ -312,12 +329,32 @@ def load_policy(name: str, flag: str, device: torch.device):
     model, info = load(transformers.AutoModelForCausalLM, name, flag, **options)
     if info["missing_keys"]:
         fail(f"--{flag} {name}: has no weights for {min(info['missing_keys'])}; give a causal LM that is whole")
+    if lacks := {"past_key_values", "logits_to_keep"} - inspect.signature(model.forward).parameters.keys():
+        fail(f"--{flag} {name}: {type(model).__name__} takes no {min(lacks)}, which sampling needs; give another model")
     if not all(x.isfinite().all() for x in model.state_dict().values()):
         fail(f"--{flag} {name}: has weights that are NaN or infinite; give a model that is well")
     for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
         for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
             setattr(module, rate, 0.0)
     return model.to(device).eval()
+
+
+def freeze(args, model) -> None:
+    """No gradients; and with --dtype bfloat16 the matrices in the form that autocast would give them in every forward
+    pass: half the memory, the same numbers, so that the KL still starts at 0. Embeddings and norms stay float32."""
+    matrices = torch.nn.Linear, transformers.pytorch_utils.Conv1D
+    for module in model.requires_grad_(False).modules():
+        tied = getattr(module, "weight", None) is model.get_input_embeddings().weight
+        if args.dtype == "bfloat16" and isinstance(module, matrices) and not tied:
+            module.bfloat16()
+
+
+def make_optimizer(args, model, learning_rate: float, world_size: int):
+    """AdamW for all of the model's parameters; its state whole on every rank, or with --shard_optimizer a share."""
+    options = {"lr": learning_rate, "betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    if args.shard_optimizer and world_size > 1:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
 def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[dict]:
@@ -353,7 +390,8 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
             fail(f"{where} is a chat, and --model {args.model} has no chat template; give texts, or another model")
         try:
             if is_chat:
-                chat = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+                options = {"add_generation_prompt": True, "return_dict": True} | json.loads(args.chat_template_kwargs)
+                chat = tokenizer.apply_chat_template(prompt, **options)
             row["prompt_ids"] = (chat if is_chat else tokenizer(prompt))["input_ids"]
         except Exception as error:  # a template may refuse a chat: roles that do not alternate, a system message
             fail(f"{where} cannot be made tokens ({error!r:.100}); mend it, or leave it out")
@@ -388,8 +426,9 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     prompts: B texts or lists of token ids. Gives sequences (B, P+T), prompts left-padded; attention_mask (B, P+T); and
     response_mask (B, T) bool, true on the sampled tokens up to the first EOS and on it. T is the longest response.
 
-    A loop of our own and not model.generate, so that no generation config can bend the distribution. Rows leave the
-    batch when a quarter of it has finished, so that the long tail of a rollout costs only what still runs.
+    A loop of our own and not model.generate, so that no generation config can bend the distribution. A prompt is read
+    once for all of its responses. Rows leave the batch when a quarter of it has finished, so that the long tail of a
+    rollout costs only what still runs.
     """
     prompts = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -398,16 +437,21 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     responses = prompt_ids.new_full((len(prompts), args.max_response_length), pad_id)  # (B, max T)
     response_mask = torch.zeros_like(responses, dtype=torch.bool)
 
+    first = {tuple(ids): row for row, ids in reversed([*enumerate(prompts)])}  # the first row of each prompt
+    numbers = {row: i for i, row in enumerate(first.values())}
+    rows = torch.tensor([*numbers], device=model.device)  # (b,) rows in the batch, here one of each prompt
+    copies = torch.tensor([numbers[first[tuple(ids)]] for ids in prompts], device=model.device)  # (B,)
     cache = transformers.DynamicCache(config=model.config)
-    rows = torch.arange(len(prompts), device=model.device)  # (b,) rows still in the batch, b <= B
-    running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those of them without EOS so far
-    tokens, mask = prompt_ids, prompt_mask  # (b, P) then (b, 1); (b, P+t)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # as tokens; padding does not count
+    mask = prompt_mask[rows]  # (b, P), later (b, P+t)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later (b, 1); padding does not count
+    inputs = {"input_ids": prompt_ids[rows], "attention_mask": mask, "position_ids": positions}
+    inputs |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    logits = model(**inputs).logits[copies]  # (B, 1, V)
+    cache.reorder_cache(copies)  # every kind of cache layer has it, batch_select_indices not
+    mask, positions, rows = mask[copies], positions[copies], torch.arange(len(prompts), device=model.device)
+    running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those rows of the batch without EOS so far
     for t in range(args.max_response_length):
-        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = output.logits[:, -1].float()  # (b, V)
-        logits = logits.nan_to_num(nan=0.0)  # or multinomial would end it all; the log-probs below show what is wrong
+        logits = logits[:, -1].float().nan_to_num(nan=0.0)  # (b, V); NaN would end it here, the log-probs say it better
         if greedy:
             tokens = logits.argmax(-1)  # (b,)
         else:
@@ -416,14 +460,15 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
         response_mask[rows[running], t] = True
         running = running & ~torch.isin(tokens, stop_ids)
         num_running = int(running.sum())
-        if num_running == 0:
+        if num_running == 0 or t + 1 == args.max_response_length:
             break
-        tokens, positions = tokens[:, None], positions[:, -1:] + 1  # (b, 1)
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         if num_running <= 0.75 * len(rows):
-            cache.reorder_cache(running.nonzero()[:, 0])  # every kind of cache layer has it, batch_select_indices not
+            cache.reorder_cache(running.nonzero()[:, 0])
             rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
             running = running[running]
+        mask, positions = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1), positions[:, -1:] + 1
+        inputs |= {"input_ids": tokens[:, None], "attention_mask": mask, "position_ids": positions}
+        logits = model(**inputs).logits  # (b, 1, V)
 
     responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]  # (B, T)
     attention_mask = torch.cat([prompt_mask, response_mask.to(prompt_mask)], dim=1)  # (B, P+T)
@@ -436,28 +481,93 @@ def is_truncated(model, tokenizer, sequences, response_mask) -> torch.Tensor:
     return ~(ends & response_mask).any(1)
 
 
-def token_logprobs(model, sequences, attention_mask, response_length: int, temperature: float):
+def token_logprobs(model, sequences, attention_mask, response_length: int, temperature: float, with_entropy=True):
     """Log-probs (B, T) of the last T = response_length tokens of sequences (B, P+T), and the entropy (B, T) of the
-    distributions they are drawn from: nats, at the sampling temperature. The entropy carries no gradient."""
-    logits = model(
-        input_ids=sequences,
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # (B, P+T): left padding does not count
-        use_cache=False,
-        logits_to_keep=response_length + 1,  # from the one before the first response token on
-    ).logits[:, :-1]  # (B, T, V): what the last one predicts is not in the sequence
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    all_logprobs = logits.log_softmax(-1)
-    logprobs = all_logprobs.gather(-1, sequences[:, -response_length:, None])[:, :, 0]  # (B, T)
-    with torch.no_grad():
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)  # (B, T)
-    return logprobs, entropy
+    distributions they are drawn from: nats, at the sampling temperature, 0 on padding. The entropy carries no gradient.
+
+    A vocabulary of 150,000 would make logits (B, T, V) the largest tensor of all. Here they are taken of response
+    tokens only, MAX_LOGITS at a time, and where that means in pieces they are made again in the backward pass.
+    """
+    policy, called = getattr(model, "module", model), []  # DistributedDataParallel has the model as its module
+    bodies = {policy.base_model, policy.get_decoder()}  # mostly one; OPT's head calls the decoder in the base model
+    hooks = [x.register_forward_hook(lambda body, inputs, output: called.append((body, output))) for x in bodies]
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # (B, P+T): left padding does not count
+    inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
+    model(**inputs, use_cache=False, logits_to_keep=1)  # and not policy(...): gradients of all ranks are to meet
+    for hook in hooks:
+        hook.remove()
+    body, output = called[-1]
+    mask = attention_mask[:, -response_length:].bool()  # (B, T)
+    hidden = output.last_hidden_state[:, -response_length - 1 : -1][mask]  # (N, H), before each response token
+    targets = sequences[:, -response_length:][mask]  # (N,)
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own way from hidden states (n, H) to logits (n, V), since some scale or cap what the matrix
+        gives: the model itself, with a body that has the hidden states already."""
+        body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=hidden[None])
+        try:
+            return policy().logits[0]
+        finally:
+            del body.forward
+
+    def one_piece(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        all_logprobs = logits.log_softmax(-1)  # (n, V)
+        entropy = all_logprobs.new_zeros(len(targets))  # (n,)
+        if with_entropy:
+            with torch.no_grad():
+                entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+    size = max(1, MAX_LOGITS // policy.config.get_text_config().vocab_size)
+    pieces = [*zip(hidden.split(size), targets.split(size), strict=True)]
+    if len(pieces) > 1:
+        again = {"use_reentrant": False, "preserve_rng_state": False}
+        pieces = [torch.utils.checkpoint.checkpoint(one_piece, *piece, **again) for piece in pieces]
+    else:
+        pieces = [one_piece(*piece) for piece in pieces]
+    logprobs, entropy = (torch.cat(x) for x in zip(*pieces, strict=True))  # (N,)
+    zeros = logprobs.new_zeros(mask.shape)  # (B, T)
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+
+
+def find_answer(text: str, marker: str) -> str | None:
+    """What stands behind the last marker: up to the brace that closes it, if the marker ends in one; up to the closing
+    tag, if it is a tag; else to the end of the text. None if there is no such thing."""
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        return None
+    if tag := re.fullmatch(r"<(\w+)>", marker):
+        rest, closed, _ = rest.partition(f"</{tag[1]}>")
+        return rest if closed else None
+    if marker.endswith("{"):
+        depth = 1
+        for i, c in enumerate(rest):
+            depth += (c == "{") - (c == "}")
+            if depth == 0:
+                return rest[:i]
+        return None
+    return rest
+
+
+def as_value(text: str) -> Decimal | str:
+    """A number for what reads as one, so that 1,000 is 1000.0; other text with single spaces."""
+    text = " ".join(text.split())
+    digits = text.replace("$", "")  # of money, and of mathematics in TeX
+    if re.fullmatch(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d*)?|[-+]?\.\d+", digits, re.ASCII):
+        return Decimal(digits.replace(",", ""))
+    return text
 
 
 def exact_answer(completions, answer, answer_marker, **columns) -> list[float]:
-    """1 where the text after the last marker is the answer; -1 where it is another, or there is no marker."""
-    parts = [text.rpartition(answer_marker) for text in completions]
-    return [1.0 if p[1] and p[2].strip() == str(a).strip() else -1.0 for p, a in zip(parts, answer, strict=True)]
+    """1 where the completion's answer (see find_answer) is the column's, as text or as a number; else -1. Where the
+    column holds whole solutions, as GSM8K's does, what stands behind the marker there counts."""
+    scores = []
+    for text, expected in zip(completions, map(str, answer), strict=True):
+        found, expected = find_answer(text, answer_marker), find_answer(expected, answer_marker) or expected
+        scores.append(1.0 if found is not None and as_value(found) == as_value(expected) else -1.0)
+    return scores
 
 
 def load_reward(args, device: torch.device, flag: str = "reward"):
@@ -490,12 +600,19 @@ def load_reward(args, device: torch.device, flag: str = "reward"):
         fail(f"--{flag} {name}: {type(model).__name__} has no `score` head; give a decoder's, such as Llama's")
     if not all(x.isfinite().all() for x in model.state_dict().values()):
         fail(f"--{flag} {name}: has weights that are NaN or infinite, and so would its scores; train it again")
+    freeze(args, model)
     return model.to(device).eval(), load(transformers.AutoTokenizer, name, flag)
 
 
 def autocast(args, device: torch.device):
     """The context of every forward pass: bfloat16 arithmetic if --dtype says so."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+@functools.cache  # a vocabulary may have 150,000 entries
+def same_ids_mean_the_same(reward_tokenizer, tokenizer) -> bool:
+    """Whether the reward model can read the policy's ids as they are."""
+    return tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items()
 
 
 def read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_mask) -> list[list[int]]:
@@ -505,7 +622,7 @@ def read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_ma
     newline). Otherwise the text goes through its own template and tokenizer, and ends with its own EOS.
     """
     eos, has_template = reward_tokenizer.eos_token_id, bool(reward_tokenizer.chat_template)
-    same_ids, behind_eos = tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items(), []
+    same_ids, behind_eos = same_ids_mean_the_same(reward_tokenizer, tokenizer), []
 
     def template(chat: list[dict]) -> list[int]:
         return reward_tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
@@ -842,6 +959,7 @@ def main(args) -> None:
         judges["monitor_"] = load_reward(args, device, "monitor")
     policy = load_policy(args.model, "model", device)
     reference = load_policy(args.ref_model or args.model, "ref_model", device)
+    freeze(args, reference)
     largest, size = (
         max(max(row["prompt_ids"]) for row in rows + eval_rows),
         policy.get_input_embeddings().num_embeddings,
@@ -861,8 +979,11 @@ def main(args) -> None:
         fail(f"--max_response_length {args.max_response_length}: {text}; lower it, or --max_prompt_length")
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable({"use_reentrant": False})
-    adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **adam)
+    if world_size > 1:
+        store, *_ = next(dist.rendezvous("env://"))  # torchrun keeps it over restarts, with the addresses of the dead
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
+    optimizer = make_optimizer(args, policy, args.learning_rate, world_size)
     stateful = {"policy": policy, "optimizer": optimizer}
 
     start = checkpoint["iteration"] if checkpoint else 0
@@ -872,12 +993,7 @@ def main(args) -> None:
         except Exception as error:
             fail(f"--resume {resume}: its {name} does not fit ({error!r:.100}); give a run of this script and model")
     checkpoint = None  # a second copy of everything, which need not stay
-    model = policy
-    if world_size > 1:
-        store, *_ = next(dist.rendezvous("env://"))  # torchrun keeps it over restarts, with the addresses of the dead
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
-        model = DistributedDataParallel(policy, broadcast_buffers=False)
+    model = DistributedDataParallel(policy, broadcast_buffers=False) if world_size > 1 else policy
 
     # 2. The run folder, and the arithmetic of the run
     started = all_sum(torch.tensor(time.time() if rank == 0 else 0.0, dtype=torch.float64, device=device))  # for all
@@ -987,7 +1103,7 @@ def main(args) -> None:
                 inputs = mb["sequences"], mb["attention_mask"], mb["response_mask"].shape[1], args.temperature
                 here = index, slice(inputs[2])
                 logprobs[here], entropy[here] = token_logprobs(policy, *inputs)
-                ref_logprobs[here], _ = token_logprobs(reference, *inputs)
+                ref_logprobs[here], _ = token_logprobs(reference, *inputs, with_entropy=False)
 
         kl = (logprobs - ref_logprobs).masked_fill(~response_mask, 0.0)  # (B, T)
         rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
@@ -1015,7 +1131,7 @@ def main(args) -> None:
                     # Ranks exchange gradients once per step, after its last micro-batch.
                     with model.no_sync() if world_size > 1 and remaining else contextlib.nullcontext():
                         with autocast(args, device):
-                            new_logprobs, _ = token_logprobs(model, *inputs)  # (b, t)
+                            new_logprobs, _ = token_logprobs(model, *inputs, with_entropy=False)  # (b, t)
                         loss, mb_stats = policy_loss(args, mb, new_logprobs, num_sequences, num_tokens)
                         (loss * world_size).backward()  # DistributedDataParallel averages over ranks, we want the sum
 
@@ -1048,7 +1164,11 @@ def main(args) -> None:
             "response_length": (lengths, every),
             "truncated": (truncated, every),
         }
-        metrics = {name: mean_std(x.float(), mask)[0] for name, (x, mask) in means.items()}
+        sums = [(x * mask).sum().float() for x, mask in means.values()] + [
+            mask.sum().float() for _, mask in means.values()
+        ]
+        sums, counts = all_sum(torch.stack(sums)).chunk(2)
+        metrics = dict(zip(means, sums / counts, strict=True))
         metrics["score_std"] = mean_std(raw_scores, every)[1]
         metrics["advantage_std"] = mean_std(rollout["advantages"], response_mask)[1]
         metrics |= {name: all_sum(sum(stats[name] for stats in steps)) / len(steps) for name in steps[0]}
@@ -1087,8 +1207,12 @@ def main(args) -> None:
             )
         stopped = bool(all_sum(torch.tensor(float(len(signals)), device=device)))  # on any rank, so on all
         last = stopped or iteration == args.num_iterations
-        if rank == 0 and (last or (args.save_every and iteration % args.save_every == 0)):
-            save_checkpoint(args, run_dir, iteration, world_size, stateful)
+        if last or (args.save_every and iteration % args.save_every == 0):
+            for part in stateful.values():
+                if isinstance(part, ZeroRedundancyOptimizer):
+                    part.consolidate_state_dict()  # rank 0 collects all shares
+            if rank == 0:
+                save_checkpoint(args, run_dir, iteration, world_size, stateful)
         if last:
             break
 

@@ -24,6 +24,7 @@ INVARIANT = f"{RANKS} -k float64-1e-12-0.3-reinforce_pp"
 SIBLINGS = "tests/test_siblings.py"
 RM_TESTS = "tests/test_reward_model.py"
 FAULTS = "tests/test_faults.py"
+MODELS = "tests/test_models.py"
 BRADLEY, CENTRED, PLAIN = (f"{RM_TESTS} -k {name}" for name in ("bradley", "centering", "plain_one"))
 
 # name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
@@ -119,17 +120,46 @@ MUTANTS = [
     (
         "log-probs without position ids",
         RPP,
-        "position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),",
-        "position_ids=None,",
+        'inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}',
+        'inputs = {"input_ids": sequences, "attention_mask": attention_mask}',
         "tests/test_rollout.py -k unpadded",
     ),
     (
         "sampling without position ids",
         RPP,
-        "positions = (mask.cumsum(1) - 1).clamp(min=0)  # as tokens",
+        "positions = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later",
         "positions = torch.ones_like(mask).cumsum(1) - 1  #",
         "tests/test_rollout.py -k greedy",
     ),
+    (
+        "cache keeps other rows",
+        "grpo.py",
+        "running.nonzero()[:, 0])",
+        "torch.arange(num_running))",
+        f"{MODELS} -k frequent",
+    ),
+    (
+        "prompts swapped",
+        "grpo.py",
+        "cache.reorder_cache(copies)",
+        "cache.reorder_cache(copies.flip(0))",
+        f"{MODELS} -k greedy",
+    ),
+    (
+        "head without its cap",
+        "grpo.py",
+        "return policy().logits[0]",
+        "return policy.get_output_embeddings()(hidden)",
+        f"{MODELS} -k pieces",
+    ),
+    (
+        "answer as text only",
+        "grpo.py",
+        "as_value(found) == as_value(expected)",
+        "found == expected",
+        "tests/test_reward.py -k exact",
+    ),
+    ("first brace closes", "grpo.py", "if depth == 0:", 'if c == "}":', "tests/test_reward.py -k exact"),
     (
         "dropout on",
         RPP,

@@ -25,10 +25,46 @@ def as_rollout(tokenizer, prompts=PROMPTS, responses=RESPONSES):
 
 
 def test_exact_answer_is_what_comes_after_the_last_marker(script):
-    completions = ["answer 8", "think answer 3 answer  8 ", "answer 8 or 9", "8", "answer", "answer 08", "Answer 8", ""]
+    completions = ["answer 8", "think answer 3 answer  8 ", "answer 8 or 9", "8", "answer", "answer a8", "Answer 8", ""]
     scores = script.exact_answer(completions, ["8"] * 8, answer_marker="answer")
     assert scores == [1, 1, -1, -1, -1, -1, -1, -1]
     assert script.exact_answer(["so #### 42"], [42], answer_marker="####") == [1]
+
+
+MARKED = [  # marker, completion, answer, whether it is right
+    ("####", "6 * 7 = <<6*7=42>>42\n#### 42", "Six times seven ...\n#### 42", True),  # GSM8K's own column
+    ("####", "#### 41\n#### 42", "#### 42", True),
+    ("####", "#### 42 apples", "42", False),
+    ("####", "42", "42", False),
+    (r"\boxed{", r"so \boxed{42}.", "42", True),
+    (r"\boxed{", r"\boxed{\frac{1}{2}} is it", r"\frac{1}{2}", True),
+    (r"\boxed{", r"\boxed{\frac{1}{2}} is it", r"\frac{1", False),
+    (r"\boxed{", r"not \boxed{1} but \boxed{2}", "2", True),
+    (r"\boxed{", r"not \boxed{1} but \boxed{2", "2", False),  # cut off before it closed
+    ("<answer>", "<think>x</think> <answer> 42 </answer> ", "42", True),
+    ("<answer>", "<answer>42", "42", False),
+    ("<answer>", "<answer>Ann is a knight,\n Bob a knave</answer>", "Ann is a knight, Bob a knave", True),
+    ("####", "#### 1,000", "1000.0", True),
+    ("####", "#### $1,000.", 1000, True),
+    ("####", "#### $12$", 12.0, True),
+    ("####", "#### -.5", "-0.50", True),
+    ("####", "#### +3", "3", True),
+    ("####", "#### 1,2", "12", False),  # no thousands: a pair
+    ("####", "#### 12", "1,2", False),
+    ("####", "#### 10000000000000000000001", "10000000000000000000002", False),  # one float
+    ("####", "#### 1e3", "1000", False),  # nobody writes an answer so, and 1e999999999 would be a trap
+    ("####", "#### nan", "nan", True),  # as text
+    ("####", "#### ٣", "3", False),
+    ("####", "#### 5", "", False),
+    ("####", "####", "####", False),
+]
+
+
+@pytest.mark.parametrize("marker, completion, answer, right", MARKED)
+def test_exact_answer_knows_marks_braces_tags_and_numbers(marker, completion, answer, right):
+    import grpo
+
+    assert grpo.exact_answer([completion], [answer], answer_marker=marker) == [1.0 if right else -1.0]
 
 
 def test_rule_scores_the_sampled_text(script, tokenizer):
