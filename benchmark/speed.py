@@ -1,0 +1,280 @@
+"""Seconds per iteration and peak memory: our grpo.py and rloo.py, TRL's GRPOTrainer and RLOOTrainer, the bare calls.
+
+    python benchmark/speed.py                              the toy and the long tail, on CPU: some 25 minutes
+    python benchmark/speed.py --works gpu --name speed_gpu                                 on a GPU
+    python benchmark/speed.py --works ranks --name speed_ranks       one rank and two, with one core each
+
+Works, all with random or the toy's weights and a learning rate too small to change lengths:
+    toy     toy/policy and its prompts, 16 prompts x 8 responses of at most 40 tokens
+    tail    a Llama of 10 M parameters, 8 prompts x 8, lengths geometric: mean about 40, longest about 200
+    gpu     random weights of Qwen2.5-0.5B's shape, bfloat16, 64 prompts x 8 responses, all of 512 tokens
+    ranks   tail, with 16 prompts; ours alone: on one core, and under torchrun as two ranks with one core each
+
+Everything runs in turn, repeated, so that a slow minute of the machine hits all of them; the result is the median over
+repetitions of the median over iterations, without the first. TRL is installed into benchmark/.trl, an environment of
+its own. Writes results/<name>.json and .md.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+from toy_seeds import processor
+
+ROOT = Path(__file__).resolve().parent.parent
+TRL = ROOT / "benchmark" / ".trl"
+WORKS = {
+    "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
+    "tail": {"batch_size": 64, "micro_batch_size": 32, "max_response_length": 256, "iterations": 6},
+    "ranks": {"batch_size": 128, "micro_batch_size": 32, "max_response_length": 256, "iterations": 6},
+    "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
+}
+SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
+
+
+@dataclass
+class Args:
+    works: tuple[str, ...] = ("toy", "tail")
+    """Which of toy, tail, gpu, ranks."""
+    scripts: tuple[str, ...] = ("grpo", "rloo")
+    """Which scripts."""
+    systems: tuple[str, ...] = ("ours", "bare", "trl")
+    """Which of ours, bare, trl."""
+    repeats: int = 3
+    """Repetitions of everything."""
+    name: str = "speed"
+    """Name of the result files."""
+    run: bool = True
+    """Measure; without it the results that lie there are tabulated again."""
+
+
+def make_tail(folder: Path) -> None:
+    """A Llama of 10 M parameters with random weights whose EOS has a probability of about 1/40 at every step."""
+    import tokenizers
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(4093))]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
+    ids = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512))
+    with torch.no_grad():  # the first number of every state becomes large, and the head reads EOS's logit off it
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        state = model.model(torch.randint(3, len(words), (64, 64))).last_hidden_state[:, :, 0]
+        model.lm_head.weight[1] = 0.0
+        model.lm_head.weight[1, 0] = 4.65 / state.mean()  # exp(4.65) = 105 = 4096 / 39
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(1)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(512):
+            length = int(torch.randint(8, 33, (1,), generator=generator))
+            numbers = torch.randint(0, 4093, (length,), generator=generator).tolist()
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"}) + "\n")
+
+
+def make_gpu(folder: Path) -> None:
+    """Random weights of Qwen2.5-0.5B's shape; words as tokens, since no hub is needed for that."""
+    import tokenizers
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(151933))]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    ids = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    rest = {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids, **rest)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(1)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(512):
+            numbers = torch.randint(0, 151933, (64,), generator=generator).tolist()
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"}) + "\n")
+
+
+def work_of(name: str, script: str, folder: Path) -> dict:
+    """Everything that a run needs to know, as JSON."""
+    model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
+    if name != "toy":
+        model, dataset = folder / name / "model", folder / name / "prompts.jsonl"
+        if not model.exists():
+            model.parent.mkdir()
+            (make_gpu if name == "gpu" else make_tail)(model.parent)
+    return WORKS[name] | {
+        "name": name,
+        "script": script,
+        "model": str(model),
+        "dataset": str(dataset),
+        "k": 8,
+        "steps": 2 if script == "grpo" else 1,  # RLOO takes one optimizer step per rollout
+        "learning_rate": 1e-9,
+        "device": "cuda" if name == "gpu" else "cpu",
+        "dtype": "bfloat16" if name == "gpu" else "float32",
+    }
+
+
+def command_of(system: str, work: dict) -> list[str]:
+    if system == "trl":
+        return [str(TRL / "bin" / "python"), str(ROOT / "benchmark" / "speed_trl.py"), json.dumps(work)]
+    flags = {"model": work["model"], "dataset": work["dataset"], "eval_dataset": "None", "seed": work["seed"]}
+    flags |= {"batch_size": work["batch_size"], "micro_batch_size": work["micro_batch_size"]}
+    flags |= {"max_response_length": work["max_response_length"], "num_iterations": work["iterations"]}
+    flags |= {"learning_rate": work["learning_rate"], "samples_per_prompt": work["k"], "dtype": work["dtype"]}
+    flags |= {"device": work["device"], "runs_dir": work["folder"], "log_every": 1, "num_samples": 0}
+    if system == "bare":
+        flags |= {"eval_dataset": None, "num_iterations": work["iterations"] * 2}
+        return [sys.executable, str(ROOT / "benchmark" / "speed_bare.py"), json.dumps(work | {"flags": flags})]
+    start = [sys.executable]
+    if work.get("ranks", 1) > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work["ranks"])]
+    return [
+        *start,
+        str(ROOT / f"{work['script']}.py"),
+        *(str(x) for name, v in flags.items() for x in (f"--{name}", v)),
+    ]
+
+
+def run(system: str, work: dict) -> dict:
+    """One run: seconds of each iteration but the first, lengths, peak memory."""
+    ends, lines = [], []
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(system, work | {"folder": folder})
+        if "cores" in work:
+            command = ["taskset", "-c", ",".join(map(str, work["cores"])), *command]
+            environment |= {"OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+            for line in process.stdout:
+                if line.startswith("iteration "):
+                    ends.append(time.time())
+                elif line.startswith('{"time"') or line.startswith('{"seconds"'):
+                    lines.append(json.loads(line))
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                errors.seek(0)
+                raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}")
+        if system == "ours":
+            (metrics,) = Path(folder).glob("*/metrics.jsonl")
+            lines = [line for line in map(json.loads, metrics.open()) if "score" in line]
+    if system == "bare":
+        return {"seconds": [x["bare"] for x in lines[1:]], "with_script": [x["seconds"] for x in lines[1:]]}
+    ends = ends or [line["time"] for line in lines]
+    lengths = [line.get("response_length", line.get("length")) for line in lines]
+    gpu = [line.get("peak_memory_gib", line.get("gpu")) for line in lines][-1]
+    return {
+        "seconds": [b - a for a, b in itertools.pairwise(ends)],
+        "lengths": lengths[1:],
+        "phases": [{k: v for k, v in line.items() if k.startswith("seconds/")} for line in lines[1:]],
+        "peak_gib": gpu or usage.ru_maxrss / 2**20,
+    }
+
+
+def summary(runs: list[dict], batch_size: int) -> dict:
+    """Medians over the repetitions; seconds as medians over the iterations of each, tokens per second over all."""
+    seconds = [statistics.median(run["seconds"]) for run in runs]
+    result = {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds)}
+    if "with_script" in runs[0]:  # iteration by iteration, since these two have the same shapes
+        ratios = [b / a for run in runs for a, b in zip(run["seconds"], run["with_script"], strict=True)]
+        return result | {"ratio": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
+    return result | {
+        "tokens_per_second": statistics.median(batch_size * sum(x["lengths"]) / sum(x["seconds"]) for x in runs),
+        "length": statistics.median(statistics.mean(run["lengths"]) for run in runs),
+        "peak_gib": statistics.median(run["peak_gib"] for run in runs),
+    }
+
+
+def table(results: dict) -> str:
+    lines = ["| work | script | | seconds per iteration (low-high) | tokens/s | mean length | peak memory, GiB |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    cells, ratios = {}, []
+    for cell in results["cells"]:
+        s = summary(cell["runs"], WORKS[cell["work"]]["batch_size"])
+        cells[cell["work"], cell["script"], cell["system"]] = s
+        numbers = f"{s['seconds']:.3f} ({s['low']:.3f}-{s['high']:.3f}) |"
+        rest = "| | |"
+        if "length" in s:
+            rest = f" {s['tokens_per_second']:.0f} | {s['length']:.1f} | {s['peak_gib']:.2f} |"
+        name = SYSTEMS.get(cell["system"], cell["system"])
+        lines.append(f"| {cell['work']} | {cell['script']} | {name} | {numbers}{rest}")
+    for (work, script, system), s in cells.items():
+        ours = cells.get((work, script, "ours")) or cells.get((work, script, "1 rank"))
+        if system == "bare":
+            text = f"{s['ratio']:.3f} of the bare calls' time ({s['quartiles'][0]:.3f}-{s['quartiles'][2]:.3f})"
+            ratios.append(f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations")
+        elif system == "trl" and ours:
+            faster = s["tokens_per_second"] and ours["tokens_per_second"] / s["tokens_per_second"]
+            memory = ours["peak_gib"] / s["peak_gib"]
+            ratios.append(f"{work}, {script}: {faster:.2f} times TRL's tokens/s, {memory:.2f} of its peak memory")
+        elif system == "2 ranks":
+            ratio = ours["tokens_per_second"] / s["tokens_per_second"]
+            ratios.append(f"{work}, {script}: two ranks take {ratio:.3f} of one rank's time per token")
+    head = f"`{results['command']}` on {results['machine']}, {results['versions']}."
+    return "\n".join([head, "", *lines, "", *(f"- {ratio}" for ratio in ratios)]) + "\n"
+
+
+def versions(python: str) -> str:
+    code = "import importlib.metadata as m; print(', '.join(f'{x} {m.version(x)}' for x in %r.split() if m))"
+    names = "torch transformers" + (" trl" if python != sys.executable else "")
+    return subprocess.run([python, "-c", code % names], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(args: Args) -> None:
+    path = ROOT / "benchmark" / "results" / f"{args.name}.json"
+    if args.run:
+        if "trl" in args.systems and not (TRL / "installed").exists():
+            subprocess.run([sys.executable, "-m", "venv", TRL], check=True)
+            requirements = ROOT / "benchmark" / "trl_requirements.txt"
+            subprocess.run([TRL / "bin" / "pip", "install", "--quiet", "-r", requirements], check=True)
+            (TRL / "installed").touch()
+        cells = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for repeat in range(args.repeats):
+                for name in args.works:
+                    for script in args.scripts:
+                        work = work_of(name, script, Path(folder)) | {"seed": repeat + 1}
+                        if name == "ranks":
+                            todo = {"1 rank": work | {"cores": [0]}, "2 ranks": work | {"cores": [0, 1], "ranks": 2}}
+                        else:
+                            todo = {system: work for system in args.systems}
+                        for system, its_work in todo.items():
+                            result = run("ours" if name == "ranks" else system, its_work)
+                            cells.setdefault((name, script, system), []).append(result)
+                            median = statistics.median(result["seconds"])
+                            print(f"{name} {script} {system}: {median:.3f} s", flush=True)
+        import torch
+
+        cuda = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+        results = {
+            "command": " ".join(["python", *sys.argv]),
+            "args": asdict(args),
+            "machine": f"{os.cpu_count()} cores, {processor()}{cuda}",
+            "versions": versions(sys.executable)
+            + (f"; for TRL: {versions(str(TRL / 'bin' / 'python'))}" if "trl" in args.systems else ""),
+            "cells": [{"work": w, "script": s, "system": x, "runs": runs} for (w, s, x), runs in cells.items()],
+        }
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
