@@ -413,8 +413,8 @@ def left_pad(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tenso
     """input_ids (B, P) and attention_mask (B, P) of B lists of ids, padded so that all end in the last column."""
     width = max(map(len, prompts))
     input_ids = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in prompts], device=device)
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    return input_ids, attention_mask
+    padding = torch.tensor([[width - len(ids)] for ids in prompts], device=device)  # (B, 1)
+    return input_ids, (torch.arange(width, device=device) >= padding).long()
 
 
 @torch.no_grad()
@@ -432,30 +432,33 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     stop_ids = eos_ids(model, tokenizer)
     prompt_ids, prompt_mask = left_pad(prompts, pad_id, model.device)  # (B, P)
-    responses = prompt_ids.new_full((len(prompts), args.max_response_length), pad_id)  # (B, max T)
-    response_mask = torch.zeros_like(responses, dtype=torch.bool)
+    responses = prompt_ids.new_full(
+        (len(prompts), args.max_response_length), -1
+    )  # (B, max T), -1 where none is sampled
 
     first = {tuple(ids): row for row, ids in reversed([*enumerate(prompts)])}  # the first row of each prompt
     numbers = {row: i for i, row in enumerate(first.values())}
     rows = torch.tensor([*numbers], device=model.device)  # (b,) rows in the batch, here one of each prompt
     copies = torch.tensor([numbers[first[tuple(ids)]] for ids in prompts], device=model.device)  # (B,)
     cache = transformers.DynamicCache(config=model.config)
-    mask = prompt_mask[rows]  # (b, P), later (b, P+t)
+    mask = prompt_mask[rows]  # (b, P)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later (b, 1); padding does not count
     inputs = {"input_ids": prompt_ids[rows], "attention_mask": mask, "position_ids": positions}
     inputs |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     logits = model(**inputs).logits[copies]  # (B, 1, V)
     cache.reorder_cache(copies)  # every kind of cache layer has it, batch_select_indices not
-    mask, positions, rows = mask[copies], positions[copies], torch.arange(len(prompts), device=model.device)
+    rows, positions = torch.arange(len(prompts), device=model.device), positions[copies, -1:]
+    mask = torch.cat([prompt_mask, torch.ones_like(responses)], dim=1)  # (b, P + max T), read up to the column due
     running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those rows of the batch without EOS so far
     for t in range(args.max_response_length):
-        logits = logits[:, -1].float().nan_to_num(nan=0.0)  # (b, V); NaN would end it here, the log-probs say it better
+        logits = logits[:, -1].float()  # (b, V)
         if greedy:
             tokens = logits.argmax(-1)  # (b,)
         else:
-            tokens = torch.multinomial((logits / args.temperature).softmax(-1), 1)[:, 0]  # (b,)
-        responses[rows[running], t] = tokens[running]
-        response_mask[rows[running], t] = True
+            probs = (logits / args.temperature).softmax(-1)  # (b, V)
+            # torch.multinomial without its checks, for which a GPU would have to be waited for
+            tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)  # (b,)
+        responses[rows, t] = tokens.where(running, -1)
         running = running & ~torch.isin(tokens, stop_ids)
         num_running = int(running.sum())
         if num_running == 0 or t + 1 == args.max_response_length:
@@ -464,11 +467,14 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
             cache.reorder_cache(running.nonzero()[:, 0])
             rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
             running = running[running]
-        mask, positions = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1), positions[:, -1:] + 1
-        inputs |= {"input_ids": tokens[:, None], "attention_mask": mask, "position_ids": positions}
+        positions = positions + 1
+        inputs |= {"input_ids": tokens[:, None], "position_ids": positions}
+        inputs |= {"attention_mask": mask[:, : prompt_ids.shape[1] + t + 1]}
         logits = model(**inputs).logits  # (b, 1, V)
 
-    responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]  # (B, T)
+    responses = responses[:, : t + 1]  # (B, T)
+    response_mask = responses >= 0  # (B, T)
+    responses = responses.where(response_mask, pad_id)
     attention_mask = torch.cat([prompt_mask, response_mask.to(prompt_mask)], dim=1)  # (B, P+T)
     return torch.cat([prompt_ids, responses], dim=1), attention_mask, response_mask
 
@@ -518,7 +524,7 @@ def token_logprobs(model, sequences, attention_mask, response_length: int, tempe
                 entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(1, targets[:, None])[:, 0], entropy
 
-    size = max(1, MAX_LOGITS // policy.config.get_text_config().vocab_size)
+    size = max(1, MAX_LOGITS // len(policy.get_output_embeddings().weight))
     pieces = [*zip(hidden.split(size), targets.split(size), strict=True)]
     if len(pieces) > 1:
         again = {"use_reentrant": False, "preserve_rng_state": False}
@@ -650,7 +656,8 @@ def read_again(reward_tokenizer, tokenizer, rows, texts, sequences, attention_ma
 def score(args, reward, tokenizer, rows, sequences, attention_mask, response_mask, flag: str = "reward"):
     """Scores (B,) float32 by reward (see load_reward) of the responses in sequences (B, P+T) to the prompts of rows."""
     responses = sequences[:, -response_mask.shape[1] :]  # (B, T)
-    texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, response_mask, strict=True)]
+    ids = [row[:length] for row, length in zip(responses.tolist(), response_mask.sum(1).tolist(), strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if callable(reward):
         names = rows[0].keys() - {"prompt", "prompt_ids", "prompts", "completions"}
         columns = {name: [row[name] for row in rows] for name in names}
@@ -730,8 +737,9 @@ def checkpoint_layers(model, on: bool) -> None:
 
     transformers checkpoints a layer in training mode. That is set on the layers alone, so that dropout stays off below.
     """
+    layer = transformers.modeling_layers.GradientCheckpointingLayer
     for module in model.modules():
-        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+        if isinstance(module, layer):
             module.training = on
 
 
@@ -1065,7 +1073,8 @@ def main(args) -> None:
         evaluate_and_log(0, {}, [])
     for iteration in range(start + 1, args.num_iterations + 1):
         # Every draw of an iteration follows from (seed, iteration, rank): a resumed run needs no generator's state.
-        torch.manual_seed(((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63)
+        seed = ((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63
+        (torch.manual_seed if use_cuda else torch.default_generator.manual_seed)(seed)  # the former looks for devices
         times = [clock()]
 
         # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each

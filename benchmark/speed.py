@@ -1,6 +1,6 @@
 """Seconds per iteration and peak memory: our grpo.py and rloo.py, TRL's GRPOTrainer and RLOOTrainer, the bare calls.
 
-    python benchmark/speed.py                              the toy and the long tail, on CPU: some 25 minutes
+    python benchmark/speed.py                              the toy and the long tail, on CPU
     python benchmark/speed.py --works gpu --name speed_gpu                                 on a GPU
     python benchmark/speed.py --works ranks --name speed_ranks       one rank and two, with one core each
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRL = ROOT / "benchmark" / ".trl"
 WORKS = {
     "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
-    "tail": {"batch_size": 64, "micro_batch_size": 32, "max_response_length": 256, "iterations": 6},
+    "tail": {"batch_size": 64, "micro_batch_size": 32, "max_response_length": 256, "iterations": 5},
     "ranks": {"batch_size": 128, "micro_batch_size": 32, "max_response_length": 256, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
@@ -138,7 +138,7 @@ def command_of(system: str, work: dict) -> list[str]:
     flags |= {"learning_rate": work["learning_rate"], "samples_per_prompt": work["k"], "dtype": work["dtype"]}
     flags |= {"device": work["device"], "runs_dir": work["folder"], "log_every": 1, "num_samples": 0}
     if system == "bare":
-        flags |= {"eval_dataset": None, "num_iterations": work["iterations"] * 2}
+        flags |= {"eval_dataset": None}
         return [sys.executable, str(ROOT / "benchmark" / "speed_bare.py"), json.dumps(work | {"flags": flags})]
     start = [sys.executable]
     if work.get("ranks", 1) > 1:

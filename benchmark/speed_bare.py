@@ -3,7 +3,7 @@
 Arguments: one JSON object, see speed.py. Runs the script's own main, notes the shape of every call that its sampling
 makes of the model, and after each iteration makes calls of the same shapes again: prefill and decoding with a cache
 whose rows leave at the same steps, the forward pass of the policy and of the reference with the log-softmax of all
-columns, forward and backward pass of the update. No sampling, no text, no score, no advantage, no clipping, no
+columns, forward and backward pass of the update. No text, no score, no advantage, no clipping, no
 optimizer, no metrics, no file. Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
 """
 
@@ -56,13 +56,14 @@ def noted_generate(model, *rest, generate=script.generate, **options):
 
 
 def bare_generate(policy) -> None:
-    """The same calls on ids of no meaning: what they are changes no shape."""
+    """The same calls on ids of no meaning, which change no shape, and a token sampled from each."""
     attention_mask = seen["generated"][1]
     count, columns = seen["calls"][0]
     mask = attention_mask[:count, :columns].clone()
     mask[:, -1] = 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = transformers.DynamicCache(config=policy.config)
+    stop_ids = torch.tensor([policy.config.eos_token_id], device=device)
     for call in seen["calls"]:
         if isinstance(call, torch.Tensor):
             cache.reorder_cache(call)
@@ -72,7 +73,9 @@ def bare_generate(policy) -> None:
             mask = torch.cat([mask, mask.new_ones(call[0], 1)], dim=1)
             positions = positions[:, -1:] + 1
         inputs = {"input_ids": torch.full(call, 5, device=device), "attention_mask": mask, "position_ids": positions}
-        policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        tokens = torch.multinomial(logits.float().softmax(-1), 1)[:, 0]
+        int(torch.isin(tokens, stop_ids).sum())  # as much as anybody must do to sample, and to know when to stop
 
 
 def logprobs_of(model, mb) -> torch.Tensor:
