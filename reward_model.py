@@ -30,6 +30,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field, make_dataclass
 from datetime import datetime
@@ -293,7 +294,9 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     if file_type:
         source = {"path": file_type, "data_files": name, "split": "train"}
     try:
-        rows = datasets.load_dataset(**source).to_list()
+        with tempfile.TemporaryDirectory() as fresh:  # the cache would take a folder for an older one of its name
+            cache = {"cache_dir": fresh} if Path(name).is_dir() else {}
+            rows = datasets.load_dataset(**source, **cache).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
         fail(f"--{flag} {name}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
     for column in ("chosen", "rejected"):
@@ -624,7 +627,7 @@ def main(args) -> None:
         store, *_ = next(dist.rendezvous("env://"))  # torchrun keeps it over restarts, with the addresses of the dead
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
-        model = DistributedDataParallel(reward_model, broadcast_buffers=False)
+        model = DistributedDataParallel(reward_model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     # 2. The run folder, and the arithmetic of the run
     started = all_sum(torch.tensor(time.time() if rank == 0 else 0.0, dtype=torch.float64, device=device))  # for all

@@ -34,6 +34,7 @@ import runpy
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, make_dataclass
@@ -355,7 +356,9 @@ def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[
     if file_type:
         source = {"path": file_type, "data_files": name, "split": "train"}
     try:
-        rows = datasets.load_dataset(**source).to_list()
+        with tempfile.TemporaryDirectory() as fresh:  # the cache would take a folder for an older one of its name
+            cache = {"cache_dir": fresh} if Path(name).is_dir() else {}
+            rows = datasets.load_dataset(**source, **cache).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
         fail(f"--{flag} {name}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
     rule = "exact_answer" in (args.reward, args.monitor)
@@ -986,7 +989,8 @@ def main(args) -> None:
         except Exception as error:
             fail(f"--resume {resume}: its {name} does not fit ({error!r:.100}); give a run of this script and model")
     checkpoint = None  # a second copy of everything, which need not stay
-    model = DistributedDataParallel(policy, broadcast_buffers=False) if world_size > 1 else policy
+    ddp = {"broadcast_buffers": False, "gradient_as_bucket_view": True}  # the latter: gradients once, not twice
+    model = DistributedDataParallel(policy, **ddp) if world_size > 1 else policy
 
     # 2. The run folder, and the arithmetic of the run
     started = all_sum(torch.tensor(time.time() if rank == 0 else 0.0, dtype=torch.float64, device=device))  # for all
@@ -1169,6 +1173,8 @@ def main(args) -> None:
         metrics["ratio_deviation"] = all_sum(deviations).max()
         metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
         metrics["learning_rate"] = learning_rate_at(args, iteration)
+        if use_cuda:
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics["tokens_per_second"] = all_sum(lengths.sum()) / (times[-1] - times[0])
         phases = zip(("rollout", "score", "logprobs", "update"), times, times[1:])
         metrics = {name: float(x) for name, x in metrics.items()} | {f"seconds/{p}": b - a for p, a, b in phases}

@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field, make_dataclass
 from datetime import datetime
@@ -239,7 +240,9 @@ def load_rows(args, tokenizer) -> list[dict]:
     if file_type:
         source = {"path": file_type, "data_files": args.dataset, "split": "train"}
     try:
-        rows = datasets.load_dataset(**source).to_list()
+        with tempfile.TemporaryDirectory() as fresh:  # the cache would take a folder for an older one of its name
+            cache = {"cache_dir": fresh} if Path(args.dataset).is_dir() else {}
+            rows = datasets.load_dataset(**source, **cache).to_list()
     except Exception as error:  # a file or the hub can fail in many ways
         fail(f"--dataset {args.dataset}: cannot be read ({error!r:.100}); give a .jsonl, a .parquet or a hub id")
     if not rows or not ({"prompt", "completion"} <= rows[0].keys() or "messages" in rows[0]):
@@ -507,7 +510,7 @@ def main(args) -> None:
         store, *_ = next(dist.rendezvous("env://"))  # torchrun keeps it over restarts, with the addresses of the dead
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
-        model = DistributedDataParallel(policy, broadcast_buffers=False)
+        model = DistributedDataParallel(policy, broadcast_buffers=False, gradient_as_bucket_view=True)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
     # 2. The run folder, and the arithmetic of the run

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRL = ROOT / "benchmark" / ".trl"
 WORKS = {
     "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
-    "tail": {"batch_size": 64, "micro_batch_size": 32, "max_response_length": 256, "iterations": 5},
-    "ranks": {"batch_size": 128, "micro_batch_size": 32, "max_response_length": 256, "iterations": 6},
+    "tail": {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
+    "ranks": {"batch_size": 128, "micro_batch_size": 8, "max_response_length": 256, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
 SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
