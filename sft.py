@@ -34,12 +34,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 import transformers  # loads its classes when they are first named, so --help need not wait for them
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its data, see toy/README.md
+MAX_LOGITS = 2**26  # so many are in memory at once, 256 MiB in float32, whatever the size of batch and vocabulary
 
 
 @dataclass
@@ -276,12 +278,36 @@ def completion_loss(model, input_ids, attention_mask, completion_mask, num_token
     """Negative log-likelihood of the completions: the sum over their tokens here, over num_tokens of the whole batch.
 
     The label of a position is the next token, so the mask moves with it: the last prompt position predicts the first
-    token of the completion, and the last of its words predicts EOS.
+    token of the completion, and the last of its words predicts EOS. Logits are taken of those positions only,
+    MAX_LOGITS at a time, and where that means in pieces they are made again in the backward pass.
     """
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (b, L-1, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none")  # (b, L-1)
-    return losses.masked_fill(~completion_mask[:, 1:], 0.0).sum() / num_tokens
+    policy, called = getattr(model, "module", model), []  # DistributedDataParallel has the model as its module
+    bodies = {policy.base_model, policy.get_decoder()}  # mostly one; OPT's head calls the decoder in the base model
+    hooks = [x.register_forward_hook(lambda body, inputs, output: called.append((body, output))) for x in bodies]
+    model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    body, output = called[-1]
+    mask = completion_mask[:, 1:]  # (b, L-1)
+    hidden, targets = output.last_hidden_state[:, :-1][mask], input_ids[:, 1:][mask]  # (N, H), (N,)
+
+    def one_piece(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The model's own way from hidden states (n, H) to logits (n, V), since some scale or cap what the matrix
+        gives: the model itself, with a body that has the hidden states already. Then the sum of the losses."""
+        body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=hidden[None])
+        try:
+            logits = policy().logits[0]
+        finally:
+            del body.forward
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    size = max(1, MAX_LOGITS // len(policy.get_output_embeddings().weight))
+    pieces = [*zip(hidden.split(size), targets.split(size), strict=True)]
+    if len(pieces) == 1:
+        return one_piece(*pieces[0]) / num_tokens
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    return sum(torch.utils.checkpoint.checkpoint(one_piece, *piece, **again) for piece in pieces) / num_tokens
 
 
 def num_completion_tokens(rows: list[dict]) -> int:

@@ -1,8 +1,10 @@
 """Datasets in the hub's own formats, and the scripts in data/ that make more of them."""
 
+import importlib
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -143,10 +145,33 @@ def test_gsm8k_in_its_own_format(marker, shown, tmp_path, capsys):
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_every_script_takes_the_puzzles(name, tmp_path, capsys):
     """Through their own loading code, with a chat template; what a model makes of them takes a GPU."""
-    import importlib
-
     script = importlib.import_module(name)
     knights_and_knaves.main(knights_and_knaves.Args(folder=tmp_path, train_puzzles=2, test_puzzles=1))
     args = script.Args(reward="file.py:reward", max_prompt_length=2000)
     rows = script.load_rows(args, str(tmp_path / "train.jsonl"), "train", "dataset", make_tokenizer(chat=True))
     assert len(rows) == 10 and rows[0]["group"] == "3 people" and json.dumps(rows[0]["prompt"])
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of indented code that start a script of ours, as words."""
+    lines = re.findall(r"^    (.*)$", text, re.MULTILINE)
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in joined if re.search(r"\w\.py\b", line) and "<the same" not in line]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md"])
+def test_the_commands_in_the_docs_have_flags_that_exist_and_sizes_that_work_out(page, monkeypatch):
+    found = commands((ROOT / page).read_text())
+    assert len(found) >= 2
+    for command in found:
+        place = next(i for i, word in enumerate(command) if word.endswith(".py"))
+        ranks = int(command[command.index("--nproc-per-node") + 1]) if "--nproc-per-node" in command else 1
+        path = ROOT / command[place]
+        assert path.exists(), path
+        if path.parent != ROOT:
+            continue  # of data/ or benchmark/, without flags
+        script = importlib.import_module(path.stem)
+        monkeypatch.setattr(sys, "argv", command[place:])
+        args = script.parse_args()
+        check = {"args": args, "world_size": ranks}
+        script.check_args(**check)

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, the_run, write_jsonl
 from driver import record
 
 DRIVER = ROOT / "tests" / "driver.py"
@@ -74,3 +74,55 @@ def test_ranks_with_the_same_prompts_draw_different_responses(tmp_path):
     assert one["prompts"][0].shape != other["prompts"][0].shape or not torch.equal(
         one["prompts"][0], other["prompts"][0]
     )
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
+def test_a_shared_optimizer_changes_memory_and_nothing_else(tmp_path, name):
+    """Weights of the run and its checkpoint are those of whole optimizers to the last bit,
+    also over --resume."""
+    small = [
+        "--batch_size",
+        16,
+        "--max_response_length",
+        12,
+        "--eval_every",
+        0,
+        "--num_samples",
+        0,
+        "--dtype",
+        "float32",
+    ]
+    script, runs = ROOT / f"{name}.py", {}
+    for kind, flags in {"whole": [], "shared": ["--shard_optimizer"]}.items():
+        launch(script, *small, *flags, "--runs_dir", tmp_path / kind, "--num_iterations", 2, ranks=2)
+        runs[kind] = the_run(tmp_path / kind)
+        flags = [*small, *flags, "--runs_dir", tmp_path / kind, "--resume", runs[kind], "--num_iterations", 3]
+        launch(script, *flags, ranks=2)
+    states = [torch.load(run / "checkpoints" / "000003.pt", weights_only=True) for run in runs.values()]
+    for key in [key for key in states[0] if key.endswith("optimizer")]:
+        one, other = (state[key]["state"] for state in states)
+        assert one.keys() == other.keys() and len(one) > 10
+        for index, moments in one.items():
+            assert all(torch.equal(x, other[index][moment]) for moment, x in moments.items())
+    for key in ("policy", "critic"):
+        for weight, x in states[0].get(key, {}).items():
+            assert torch.equal(x, states[1][key][weight])
+
+
+def test_each_rank_keeps_a_share_of_the_optimizer(tmp_path):
+    (tmp_path / "count.py").write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import grpo\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(8)])\n"
+        "for x in model.parameters(): x.grad = torch.ones_like(x)\n"
+        "optimizer = grpo.make_optimizer(grpo.Args(shard_optimizer=True), model, 1e-3, 2)\n"
+        "optimizer.step()\n"
+        "sizes = [x.numel() for state in optimizer.optim.state.values() for x in state.values()]\n"
+        "print('share', sum(sizes) / sum(2 * x.numel() for x in model.parameters()), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    output = launch(tmp_path / "count.py", ranks=2).stdout
+    shares = [float(line.split()[1]) for line in output.splitlines() if line.startswith("share")]
+    assert len(shares) == 2 and all(0.4 < share < 0.6 for share in shares)

@@ -1,0 +1,142 @@
+"""What each way of saving memory saves: the peak of one forward and backward pass, and bytes of weights and states.
+
+    python benchmark/memory.py                      on a GPU if there is one (torch's peak), else on CPU (peak RSS)
+
+Every case is a process of its own. On CPU the peak is what the process held at most, less what it held before the pass:
+weights and imports do not count; on a GPU what torch had allocated at most, less what it had before. Random weights.
+Writes results/<name>.json and .md.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from toy_seeds import processor
+
+ROOT = Path(__file__).resolve().parent.parent
+QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+QWEN |= {"vocab_size": 151936, "tie_word_embeddings": True, "num_hidden_layers": 24}
+WIDE = QWEN | {"num_hidden_layers": 1}
+DEEP = QWEN | {"vocab_size": 1000, "num_hidden_layers": 12, "hidden_size": 448, "intermediate_size": 2432}
+DEEP |= {"num_attention_heads": 7, "num_key_value_heads": 1}
+CASES = {  # label: (what is measured, options)
+    "logits (B, T, V) of the whole micro-batch, as the model gives them": ("plain", {"shape": WIDE}),
+    "logits of response tokens, in one piece": ("pass", {"shape": WIDE, "max_logits": 2**40}),
+    "logits of response tokens, in pieces (the scripts)": ("pass", {"shape": WIDE}),
+    "activations kept": ("pass", {"shape": DEEP}),
+    "activations recomputed (--gradient_checkpointing)": ("pass", {"shape": DEEP, "checkpointing": True}),
+    "reference model in float32": ("reference", {"shape": QWEN, "dtype": "float32"}),
+    "reference model with --dtype bfloat16": ("reference", {"shape": QWEN, "dtype": "bfloat16"}),
+    "AdamW's state, one rank": ("optimizer", {"shape": QWEN, "ranks": 1}),
+    "AdamW's state, each of 2 ranks, --shard_optimizer": ("optimizer", {"shape": QWEN, "ranks": 2}),
+}
+
+
+@dataclass
+class Args:
+    name: str = "memory"
+    """Name of the result files."""
+    case: str = ""
+    """Measure this one case in this process and print its GiB; used by the benchmark itself."""
+
+
+def measure(kind: str, shape: dict, max_logits=None, checkpointing=False, dtype="float32", ranks=1) -> float:
+    """GiB."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    import grpo
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args = grpo.Args(dtype=dtype, gradient_checkpointing=checkpointing, shard_optimizer=ranks > 1)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)).to(device).eval()
+    if kind == "reference":
+        grpo.freeze(args, model)
+        return sum(x.nbytes for x in model.parameters()) / 2**30
+    if kind == "optimizer":
+        rank = int(os.environ.get("RANK", 0))
+        if ranks > 1:
+            dist.init_process_group("gloo")
+        optimizer = grpo.make_optimizer(args, model, 1e-6, ranks)
+        for x in model.parameters():
+            x.grad = torch.zeros_like(x)
+        optimizer.step()
+        state = (optimizer.optim if ranks > 1 else optimizer).state
+        size = torch.tensor([sum(x.nbytes for moments in state.values() for x in moments.values()) / 2**30])
+        if ranks > 1:
+            dist.all_reduce(size, dist.ReduceOp.MAX)
+            dist.destroy_process_group()
+        return float(size) if rank == 0 else 0.0
+
+    ids = torch.randint(0, shape["vocab_size"], (8, 320), device=device)  # 64 tokens of prompt, 256 of response
+    mask = torch.ones_like(ids)
+    if max_logits:
+        grpo.MAX_LOGITS = max_logits
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        grpo.checkpoint_layers(model, True)
+    for x in model.parameters():
+        x.grad = torch.zeros_like(x)  # there for every optimizer step, however the pass goes
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else resident()
+    if kind == "plain":
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -257:-1]
+        logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, -256:, None])
+    else:
+        logprobs, _ = grpo.token_logprobs(model, ids, mask, 256, 1.0, with_entropy=False)
+    logprobs.sum().backward()
+    if device.type == "cuda":
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**30
+
+
+def resident() -> int:
+    """Bytes that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(args: Args) -> None:
+    if args.case:
+        kind, options = CASES[args.case]
+        print(f"GiB {measure(kind, **options)}", flush=True)
+        return
+    results = {}
+    for label, (_, options) in CASES.items():
+        start = [sys.executable]
+        if options.get("ranks", 1) > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options["ranks"])]
+        command = [*start, __file__, "--case", label]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        results[label] = max(float(line.split()[1]) for line in output.splitlines() if line.startswith("GiB "))
+        print(f"{results[label]:7.2f} GiB  {label}", flush=True)
+    import torch
+    import transformers
+
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({processor()}), peak RSS"
+    head = (
+        f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    lines = [f"{head}, {time.strftime('%Y-%m-%d')}.", "", "| what | GiB |", "|---|---|"]
+    lines += [f"| {label} | {value:.2f} |" for label, value in results.items()]
+    lines += [
+        "",
+        "Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of 151,936 and",
+    ]
+    lines += [
+        "one layer of Qwen2.5-0.5B's width, activations with 12 layers of half that width and a small vocabulary."
+    ]
+    lines += ["Weights and states: Qwen2.5-0.5B's shape, 494 M parameters."]
+    path = ROOT / "benchmark" / "results" / args.name
+    path.with_suffix(".json").write_text(json.dumps({"machine": machine, "gib": results}, indent=1) + "\n")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
