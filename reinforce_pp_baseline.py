@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its prompts, see toy/README.md
-MAX_LOGITS = 2**26  # so many are in memory at once, 256 MiB in float32, whatever the size of batch and vocabulary
+MAX_LOGITS = 2**26  # log-probs take so many at once, 256 MiB in float32, whatever the size of batch and vocabulary
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Optimization:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time in the update."""
     shard_optimizer: bool = False
-    """Each rank keeps its share of AdamW's state (ZeRO stage 1), not all of it: memory only, same results."""
+    """Each rank keeps a share of AdamW's state (ZeRO stage 1), in whole tensors: memory only, same results."""
 
 
 @dataclass
@@ -358,6 +358,32 @@ def make_optimizer(args, model, learning_rate: float, world_size: int):
     return torch.optim.AdamW(model.parameters(), **options)
 
 
+def state_of(part) -> dict:
+    """part.state_dict(), of a shared optimizer on rank 0 the whole of it; every rank must call it. Not by
+    consolidate_state_dict, which takes minutes for a gigabyte."""
+    if not isinstance(part, ZeroRedundancyOptimizer):
+        return part.state_dict()
+    parameters, mine, state = part.param_groups[0]["params"], part.optim.state, {}
+    step = torch.tensor(max((float(x["step"]) for x in mine.values()), default=0.0))
+    for number, parameter in enumerate(parameters):
+        state[number] = {"step": step.clone()}
+        for moment in ("exp_avg", "exp_avg_sq"):  # all but the owner add zeros
+            x = mine[parameter][moment].clone() if parameter in mine else torch.zeros_like(parameter)
+            dist.reduce(x, 0)
+            state[number][moment] = x.cpu()
+    return {"state": state, "param_groups": [part.param_groups[0] | {"params": [*range(len(parameters))]}]}
+
+
+def set_state(part, state: dict) -> None:
+    """part.load_state_dict; a shared optimizer takes its share of what state_of gave."""
+    if isinstance(part, ZeroRedundancyOptimizer):
+        numbers = {parameter: number for number, parameter in enumerate(part.param_groups[0]["params"])}
+        mine = [numbers[parameter] for parameter in part.optim.param_groups[0]["params"]]
+        groups = [part.optim.param_groups[0] | {"params": [*range(len(mine))]}]
+        part, state = part.optim, {"state": {i: state["state"][n] for i, n in enumerate(mine)}, "param_groups": groups}
+    part.load_state_dict(state)
+
+
 def load_rows(args, name: str | None, split: str, flag: str, tokenizer) -> list[dict]:
     """The dataset as a list of its rows, each with `prompt_ids` added; prompts that are too long left out."""
     if name is None:
@@ -436,24 +462,27 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     prompts = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     stop_ids = eos_ids(model, tokenizer)
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id, model.device)  # (B, P)
+    numbers = {}  # of the distinct prompts, in order
+    copies = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts]  # B numbers
+    prompt_ids, prompt_mask = left_pad([[*ids] for ids in numbers], pad_id, model.device)  # (b, P)
+
+    cache = transformers.DynamicCache(config=model.config)
+    if torch.is_autocast_enabled(model.device.type):  # or keys would be float32 since the rotary cosines are: twice as
+        dtype, update = torch.get_autocast_dtype(model.device.type), cache.update  # much, for attention to cast anew
+        cache.update = lambda keys, values, *rest, **more: update(keys.to(dtype), values.to(dtype), *rest, **more)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later (b, 1); padding does not count
+    inputs = {"input_ids": prompt_ids, "attention_mask": prompt_mask, "position_ids": positions}
+    inputs |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    copies = torch.tensor(copies, device=model.device)  # (B,)
+    logits = model(**inputs).logits[copies]  # (B, 1, V)
+    cache.reorder_cache(copies)  # every kind of cache layer has it, batch_select_indices not
+    prompt_ids, prompt_mask, positions = prompt_ids[copies], prompt_mask[copies], positions[copies, -1:]
+
     responses = prompt_ids.new_full(
         (len(prompts), args.max_response_length), -1
     )  # (B, max T), -1 where none is sampled
-
-    first = {tuple(ids): row for row, ids in reversed([*enumerate(prompts)])}  # the first row of each prompt
-    numbers = {row: i for i, row in enumerate(first.values())}
-    rows = torch.tensor([*numbers], device=model.device)  # (b,) rows in the batch, here one of each prompt
-    copies = torch.tensor([numbers[first[tuple(ids)]] for ids in prompts], device=model.device)  # (B,)
-    cache = transformers.DynamicCache(config=model.config)
-    mask = prompt_mask[rows]  # (b, P)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later (b, 1); padding does not count
-    inputs = {"input_ids": prompt_ids[rows], "attention_mask": mask, "position_ids": positions}
-    inputs |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    logits = model(**inputs).logits[copies]  # (B, 1, V)
-    cache.reorder_cache(copies)  # every kind of cache layer has it, batch_select_indices not
-    rows, positions = torch.arange(len(prompts), device=model.device), positions[copies, -1:]
     mask = torch.cat([prompt_mask, torch.ones_like(responses)], dim=1)  # (b, P + max T), read up to the column due
+    rows = torch.arange(len(prompts), device=model.device)  # (b,) rows still in the batch, b <= B
     running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those rows of the batch without EOS so far
     for t in range(args.max_response_length):
         logits = logits[:, -1].float()  # (b, V)
@@ -497,14 +526,17 @@ def token_logprobs(model, sequences, attention_mask, response_length: int, tempe
     A vocabulary of 150,000 would make logits (B, T, V) the largest tensor of all. Here they are taken of response
     tokens only, MAX_LOGITS at a time, and where that means in pieces they are made again in the backward pass.
     """
-    policy, called = getattr(model, "module", model), []  # DistributedDataParallel has the model as its module
+    policy = getattr(model, "module", model)  # DistributedDataParallel has the model as its module
+    called = []
     bodies = {policy.base_model, policy.get_decoder()}  # mostly one; OPT's head calls the decoder in the base model
     hooks = [x.register_forward_hook(lambda body, inputs, output: called.append((body, output))) for x in bodies]
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # (B, P+T): left padding does not count
     inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
-    model(**inputs, use_cache=False, logits_to_keep=1)  # and not policy(...): gradients of all ranks are to meet
-    for hook in hooks:
-        hook.remove()
+    try:
+        model(**inputs, use_cache=False, logits_to_keep=1)  # and not policy(...): gradients of all ranks are to meet
+    finally:
+        for hook in hooks:
+            hook.remove()
     body, output = called[-1]
     mask = attention_mask[:, -response_length:].bool()  # (B, T)
     hidden = output.last_hidden_state[:, -response_length - 1 : -1][mask]  # (N, H), before each response token
@@ -561,10 +593,11 @@ def find_answer(text: str, marker: str) -> str | None:
 
 
 def as_value(text: str) -> Decimal | str:
-    """A number for what reads as one, so that 1,000 is 1000.0; other text with single spaces."""
+    """A number for what reads as one, so that 1,000 is 1000.0 and $18; other text with single spaces."""
     text = " ".join(text.split())
-    digits = text.replace("$", "")  # of money, and of mathematics in TeX
-    if re.fullmatch(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d*)?|[-+]?\.\d+", digits, re.ASCII):
+    digits = text.replace("\\$", "$").strip("$")  # of money, or of mathematics in TeX
+    digits = digits[0] + digits[2:] if digits[:2] in ("-$", "+$") else digits
+    if re.fullmatch(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)", digits, re.ASCII):
         return Decimal(digits.replace(",", ""))
     return text
 
@@ -808,14 +841,13 @@ def append_lines(path: Path, lines: list[dict]) -> None:
         fail(f"cannot write {path} ({error!s:.100}); make room there, and go on with --resume")
 
 
-def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, stateful: dict) -> None:
+def save_checkpoint(args, run_dir: Path, iteration: int, world_size: int, state: dict) -> None:
     """All that the next iteration needs. No generator's state: every iteration seeds its own.
 
     Its SHA-256 stands beside it, as sha256sum writes it, since torch.load takes a file with a flipped bit; it is
     written first, so that no checkpoint is without.
     """
-    state = {name: part.state_dict() for name, part in stateful.items()}
-    state |= {"iteration": iteration, "world_size": world_size}
+    state = state | {"iteration": iteration, "world_size": world_size}
     path = run_dir / "checkpoints" / f"{iteration:06d}.pt"
 
     def write(file) -> None:
@@ -998,9 +1030,9 @@ def main(args) -> None:
     stateful = {"policy": policy, "optimizer": optimizer}
 
     start = checkpoint["iteration"] if checkpoint else 0
-    for name, part in stateful.items() if checkpoint else ():
+    for name in stateful if checkpoint else ():
         try:
-            part.load_state_dict(checkpoint[name])
+            set_state(stateful[name], checkpoint[name])
         except Exception as error:
             fail(f"--resume {resume}: its {name} does not fit ({error!r:.100}); give a run of this script and model")
     checkpoint = None  # a second copy of everything, which need not stay
@@ -1160,7 +1192,7 @@ def main(args) -> None:
                 )
 
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=world_size == 1)  # those of DistributedDataParallel stay in its buckets
                 steps.append(stats)
 
         checkpoint_layers(policy, False)
@@ -1223,11 +1255,10 @@ def main(args) -> None:
         stopped = bool(all_sum(torch.tensor(float(len(signals)), device=device)))  # on any rank, so on all
         last = stopped or iteration == args.num_iterations
         if last or (args.save_every and iteration % args.save_every == 0):
-            for part in stateful.values():
-                if isinstance(part, ZeroRedundancyOptimizer):
-                    part.consolidate_state_dict()  # rank 0 collects all shares
+            state = {name: state_of(part) for name, part in stateful.items()}
             if rank == 0:
-                save_checkpoint(args, run_dir, iteration, world_size, stateful)
+                save_checkpoint(args, run_dir, iteration, world_size, state)
+            state = None
         if last:
             break
 
@@ -1245,7 +1276,8 @@ def main(args) -> None:
         tracker.finish()
 
     if world_size > 1:
-        del model  # holds the process group: if it went last, joining the group's threads could hang on the GIL
+        del model, optimizer  # hold the process group: if they went last, joining its threads could hang on the GIL
+        stateful.clear()
         dist.destroy_process_group()
     if not finished:
         sys.exit(128 + (signals[0][0] if signals else signal.SIGTERM))  # as the shell says it

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -41,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded default: a small model and its data, see toy/README.md
-MAX_LOGITS = 2**26  # so many are in memory at once, 256 MiB in float32, whatever the size of batch and vocabulary
+MAX_LOGITS = 2**26  # log-probs take so many at once, 256 MiB in float32, whatever the size of batch and vocabulary
 
 
 @dataclass
@@ -209,6 +210,10 @@ def load_policy(name: str, flag: str, device: torch.device):
     model, info = load(transformers.AutoModelForCausalLM, name, flag, **options)
     if info["missing_keys"]:
         fail(f"--{flag} {name}: has no weights for {min(info['missing_keys'])}; give a causal LM that is whole")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        fail(
+            f"--{flag} {name}: {type(model).__name__} takes no logits_to_keep, which the loss needs; give another model"
+        )
     if not all(x.isfinite().all() for x in model.state_dict().values()):
         fail(f"--{flag} {name}: has weights that are NaN or infinite; give a model that is well")
     for module in model.modules():  # a few layers (OPT's) drop out by themselves, and checkpoint_layers sets their mode
@@ -281,12 +286,15 @@ def completion_loss(model, input_ids, attention_mask, completion_mask, num_token
     token of the completion, and the last of its words predicts EOS. Logits are taken of those positions only,
     MAX_LOGITS at a time, and where that means in pieces they are made again in the backward pass.
     """
-    policy, called = getattr(model, "module", model), []  # DistributedDataParallel has the model as its module
+    policy = getattr(model, "module", model)  # DistributedDataParallel has the model as its module
+    called = []
     bodies = {policy.base_model, policy.get_decoder()}  # mostly one; OPT's head calls the decoder in the base model
     hooks = [x.register_forward_hook(lambda body, inputs, output: called.append((body, output))) for x in bodies]
-    model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
+    try:
+        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
     body, output = called[-1]
     mask = completion_mask[:, 1:]  # (b, L-1)
     hidden, targets = output.last_hidden_state[:, :-1][mask], input_ids[:, 1:][mask]  # (N, H), (N,)

@@ -2,8 +2,9 @@
 
     python benchmark/memory.py                      on a GPU if there is one (torch's peak), else on CPU (peak RSS)
 
-Every case is a process of its own. On CPU the peak is what the process held at most, less what it held before the pass:
-weights and imports do not count; on a GPU what torch had allocated at most, less what it had before. Random weights.
+Every case is a process of its own. Weights and optimizer states are counted. For the passes, on CPU the peak is what
+the process held at most, less what it held before, so weights and imports do not count; on a GPU what torch had
+allocated at most, less what it had before. Random weights.
 Writes results/<name>.json and .md.
 """
 

@@ -220,7 +220,7 @@ def table(results: dict) -> str:
             text = f"{s['ratio']:.3f} of the bare calls' time ({s['quartiles'][0]:.3f}-{s['quartiles'][2]:.3f})"
             ratios.append(f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations")
         elif system == "trl" and ours:
-            faster = s["tokens_per_second"] and ours["tokens_per_second"] / s["tokens_per_second"]
+            faster = ours["tokens_per_second"] / s["tokens_per_second"]
             memory = ours["peak_gib"] / s["peak_gib"]
             ratios.append(f"{work}, {script}: {faster:.2f} times TRL's tokens/s, {memory:.2f} of its peak memory")
         elif system == "2 ranks":
@@ -231,7 +231,7 @@ def table(results: dict) -> str:
 
 
 def versions(python: str) -> str:
-    code = "import importlib.metadata as m; print(', '.join(f'{x} {m.version(x)}' for x in %r.split() if m))"
+    code = "import importlib.metadata as m; print(', '.join(f'{x} {m.version(x)}' for x in %r.split()))"
     names = "torch transformers" + (" trl" if python != sys.executable else "")
     return subprocess.run([python, "-c", code % names], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -74,7 +74,8 @@ def bare_generate(policy) -> None:
             positions = positions[:, -1:] + 1
         inputs = {"input_ids": torch.full(call, 5, device=device), "attention_mask": mask, "position_ids": positions}
         logits = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        tokens = torch.multinomial(logits.float().softmax(-1), 1)[:, 0]
+        probs = logits.float().softmax(-1)
+        tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
         int(torch.isin(tokens, stop_ids).sum())  # as much as anybody must do to sample, and to know when to stop
 
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer or RLOOTrainer on the work of speed.py, which starts this in TRL's own environment.
 
-Arguments: one JSON object, see speed.py. Prints one JSON line at each start of a rollout and at the end: seconds since
-the epoch, responses' mean length, peak memory on a GPU.
+Arguments: one JSON object, see speed.py. Prints one JSON line at the end of each iteration: seconds since the epoch,
+responses' mean length, peak memory on a GPU.
 """
 
 import json
@@ -23,17 +23,18 @@ def exact_answer(completions, answer, **columns):
 
 
 class Clock(transformers.TrainerCallback):
-    """Tells the time at which each iteration (a rollout with its optimizer steps) ended."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.length = (logs or {}).get("completions/mean_length", getattr(self, "length", None))
+    """Tells when each iteration (a rollout with its optimizer steps) ended; its log comes after its last step."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if use_cuda:
             torch.cuda.synchronize()
-        if state.global_step % work["steps"] == 0:
+        self.time = time.time()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        length = (logs or {}).get("completions/mean_length")
+        if length is not None and state.global_step % work["steps"] == 0:
             memory = torch.cuda.max_memory_allocated() / 2**30 if use_cuda else None
-            print(json.dumps({"time": time.time(), "length": getattr(self, "length", None), "gpu": memory}), flush=True)
+            print(json.dumps({"time": self.time, "length": length, "gpu": memory}), flush=True)
 
 
 config, trainer = {

@@ -7,6 +7,8 @@ exact_answer --answer_marker "####", or with --marker "\\boxed{" here and there.
 """
 
 import json
+import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,8 @@ class Args:
 
 
 def make_row(row: dict, marker: str, text: bool) -> dict:
-    close = "}" if marker.endswith("{") else marker.replace("<", "</") if marker.startswith("<") else ""
+    tag = re.fullmatch(r"<(\w+)>", marker)  # as the scripts' find_answer has it
+    close = f"</{tag[1]}>" if tag else "}" if marker.endswith("{") else ""
     space = "" if close else " "
     task = f"Think step by step. End with the answer, a number: {marker}{space}42{close}"
     question, answer = row["question"].strip(), row["answer"].rpartition("####")[2].strip()
@@ -40,7 +43,9 @@ def make_row(row: dict, marker: str, text: bool) -> dict:
 def main(args: Args) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
-        rows = datasets.load_dataset(args.source, args.config, split=split)
+        with tempfile.TemporaryDirectory() as fresh:  # the cache would take a folder for an older one of its name
+            cache = {"cache_dir": fresh} if Path(args.source).is_dir() else {}
+            rows = datasets.load_dataset(args.source, args.config, split=split, **cache).to_list()
         path = args.folder / f"{split}.jsonl"
         path.write_text("".join(json.dumps(make_row(row, args.marker, args.text)) + "\n" for row in rows))
         print(f"{path}: {len(rows)} prompts")

@@ -5,8 +5,7 @@ statement about the others or themselves; who is what? REINFORCE++ (arXiv 2501.0
 Logic-RL does (arXiv 2502.14768): the number of people is the difficulty, and 8 people are never trained on.
 
     python data/knights_and_knaves.py                       data/knights_and_knaves/train.jsonl (3-7), test.jsonl (2-8)
-    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset data/knights_and_knaves/train.jsonl \
-        --eval_dataset data/knights_and_knaves/test.jsonl --reward data/knights_and_knaves.py:reward
+    python grpo.py --reward data/knights_and_knaves.py:reward --max_response_length 2048 ...     see docs/recipes.md
 
 A line has `prompt` (chat messages, or with --text one text), `answer` ("Ann is a knight, Bob is a knave"), which
 --reward exact_answer --answer_marker "<answer>" takes to the letter, and `group` ("3 people"). The function reward

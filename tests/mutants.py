@@ -84,15 +84,15 @@ MUTANTS = [
     (
         "eos masked",
         RPP,
-        "response_mask[rows[running], t] = True",
-        "response_mask[rows[running], t] = ~torch.isin(tokens[running], stop_ids)",
+        "responses[rows, t] = tokens.where(running, -1)",
+        "responses[rows, t] = tokens.where(running & ~torch.isin(tokens, stop_ids), -1)",
         "tests/test_rollout.py -k eos",
     ),
     (
         "mask from the pad id",
         RPP,
-        "responses, response_mask = responses[:, : t + 1], response_mask[:, : t + 1]",
-        "responses, response_mask = responses[:, : t + 1], (responses != pad_id)[:, : t + 1]",
+        "response_mask = responses >= 0",
+        "response_mask = responses.where(responses >= 0, pad_id) != pad_id",
         "tests/test_rollout.py -k eos",
     ),
     (
@@ -127,8 +127,8 @@ MUTANTS = [
     (
         "sampling without position ids",
         RPP,
-        "positions = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later",
-        "positions = torch.ones_like(mask).cumsum(1) - 1  #",
+        "positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)",
+        "positions = torch.ones_like(prompt_mask).cumsum(1) - 1",
         "tests/test_rollout.py -k greedy",
     ),
     (
@@ -158,6 +158,29 @@ MUTANTS = [
         "as_value(found) == as_value(expected)",
         "found == expected",
         "tests/test_reward.py -k exact",
+    ),
+    (
+        "answers in the order of the text",
+        "grpo.py",
+        "rest = text.rpartition(marker)",
+        "rest = text.partition(marker)",
+        "tests/test_reward.py -k exact",
+    ),
+    ("one step for all moments", "reinforce_pp.py", "step.clone()", "step", "tests/test_ranks.py -k shared_optimizer"),
+    ("logits in one piece", "grpo.py", "if len(pieces) > 1:", "if False:", f"{MODELS} -k again"),
+    (
+        "every response reads its prompt",
+        "grpo.py",
+        "numbers.setdefault(tuple(ids), len(numbers))",
+        "numbers.setdefault((*ids, len(numbers)), len(numbers))",
+        f"{MODELS} -k once",
+    ),
+    (
+        "cache in float32",
+        "grpo.py",
+        "update(keys.to(dtype), values.to(dtype), *rest, **more)",
+        "update(keys, values, *rest, **more)",
+        f"{MODELS} -k once",
     ),
     ("first brace closes", "grpo.py", "if depth == 0:", 'if c == "}":', "tests/test_reward.py -k exact"),
     (
@@ -209,7 +232,7 @@ MUTANTS = [
     (
         "resume draws from the seed again",
         RPP,
-        "torch.manual_seed(((args.seed * 1_000_003 + iteration) * 65_537 + rank) % 2**63)",
+        "(torch.manual_seed if use_cuda else torch.default_generator.manual_seed)(seed)",
         "iteration == start + 1 and torch.manual_seed(args.seed * 65_537 + rank)",
         "tests/test_resume.py -k is_exact",
     ),
@@ -372,8 +395,20 @@ MUTANTS = [
         "        # 6. The advantages\n",
         "tests/test_skeleton.py",
     ),
-    ("loss on the prompt", SFT, "~completion_mask[:, 1:]", "~attention_mask[:, 1:].bool()", "tests/test_sft.py"),
-    ("loss on the wrong token", SFT, "~completion_mask[:, 1:]", "~completion_mask[:, :-1]", "tests/test_sft.py"),
+    (
+        "loss on the prompt",
+        SFT,
+        "mask = completion_mask[:, 1:]",
+        "mask = attention_mask[:, 1:].bool()",
+        "tests/test_sft.py",
+    ),
+    (
+        "loss on the wrong token",
+        SFT,
+        "mask = completion_mask[:, 1:]",
+        "mask = completion_mask[:, :-1]",
+        "tests/test_sft.py",
+    ),
     ("no eos in the examples", SFT, "+ [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
     (
         "sft: mean over ranks",
@@ -533,7 +568,7 @@ def tests_pass(tests: str, script: str = "", old: str = "", new: str = "") -> bo
             if source.count(old) != 1:
                 raise SystemExit(f"{script} has {source.count(old)} places like {old!r}: bring the mutant up to date")
             (copy / script).write_text(source.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *shlex.split(tests)]
         result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
             raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")

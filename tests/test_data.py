@@ -173,5 +173,4 @@ def test_the_commands_in_the_docs_have_flags_that_exist_and_sizes_that_work_out(
         script = importlib.import_module(path.stem)
         monkeypatch.setattr(sys, "argv", command[place:])
         args = script.parse_args()
-        check = {"args": args, "world_size": ranks}
-        script.check_args(**check)
+        script.check_args(args, ranks)

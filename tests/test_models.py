@@ -148,6 +148,55 @@ def test_reference_in_bfloat16_has_the_numbers_of_autocast(model):
     assert sum(x.nbytes for x in model.parameters()) < 0.9 * size or "moe" in name or "next" in name
 
 
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_logits_are_taken_in_pieces_and_again_in_the_backward_pass(name, monkeypatch):
+    """Else the gradient is right and the memory is not."""
+    script, model, rows = importlib.import_module(name), make_model("qwen2"), []
+    monkeypatch.setattr(script, "MAX_LOGITS", 5 * len(model.get_output_embeddings().weight))
+    ids = torch.randint(3, 22, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0  # 8 tokens of response each, less these: 21
+    model.get_output_embeddings().register_forward_hook(lambda head, inputs, _: rows.append(inputs[0].shape[-2]))
+    if name == "grpo":
+        loss = script.token_logprobs(model, ids, mask, 8, 1.0)[0].sum()
+    else:
+        completion = mask.bool() & (torch.arange(12) >= 4)
+        loss = script.completion_loss(model, ids, mask, completion, 21)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        plain = -logits.gather(-1, ids[:, 1:, None])[:, :, 0].masked_fill(~completion[:, 1:], 0.0).sum() / 21
+        torch.testing.assert_close(loss, plain)
+        rows.pop()
+    pieces = [5, 5, 5, 5, 1]
+    assert rows == [1, *pieces]  # the first is the model's own, which nobody needs
+    loss.backward()
+    assert sorted(rows[6:]) == sorted(pieces)
+    assert "forward" not in vars(model.base_model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_prompts_are_read_once_and_the_cache_is_as_small_as_the_arithmetic(name, monkeypatch):
+    """Two prompts, six responses: two rows are read. Under bfloat16 the cache holds bfloat16, and the tokens are those
+    of a float32 cache, because attention casts what it gets."""
+    model, tokenizer, caches, read = make_model(name), make_tokenizer(), [], []
+    args = grpo.Args(dtype="bfloat16", max_response_length=8)
+    Cache = transformers.DynamicCache
+    monkeypatch.setattr(transformers, "DynamicCache", lambda **options: caches.append(Cache(**options)) or caches[-1])
+    model.register_forward_pre_hook(lambda _, __, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[0], PROMPTS[0]]
+    torch.manual_seed(0)
+    with grpo.autocast(args, torch.device("cpu")):
+        small = grpo.generate(model, tokenizer, prompts, args, greedy=True)
+        assert tuple(read[0]) == (2, 12) and read[1][1] == 1
+        assert {layer.keys.dtype for layer in caches[0].layers} == {torch.bfloat16}
+        assert {layer.values.dtype for layer in caches[0].layers} == {torch.bfloat16}
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+        large = grpo.generate(model, tokenizer, prompts, args, greedy=True)
+    assert all(map(torch.equal, small, large))
+    for i, prompt in enumerate(prompts):
+        ids = tokenizer(prompt)["input_ids"]
+        assert small[0][i][small[1][i].bool()].tolist()[: len(ids)] == ids
+
+
 TOKENIZERS = [  # bos, pad, chat, ids that end a response
     {"stop_ids": [1]},
     {"stop_ids": [1, 3], "bos": True, "chat": True},

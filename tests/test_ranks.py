@@ -80,18 +80,7 @@ def test_ranks_with_the_same_prompts_draw_different_responses(tmp_path):
 def test_a_shared_optimizer_changes_memory_and_nothing_else(tmp_path, name):
     """Weights of the run and its checkpoint are those of whole optimizers to the last bit,
     also over --resume."""
-    small = [
-        "--batch_size",
-        16,
-        "--max_response_length",
-        12,
-        "--eval_every",
-        0,
-        "--num_samples",
-        0,
-        "--dtype",
-        "float32",
-    ]
+    small = "--batch_size 16 --max_response_length 12 --eval_every 0 --num_samples 0".split()
     script, runs = ROOT / f"{name}.py", {}
     for kind, flags in {"whole": [], "shared": ["--shard_optimizer"]}.items():
         launch(script, *small, *flags, "--runs_dir", tmp_path / kind, "--num_iterations", 2, ranks=2)
