@@ -4,7 +4,8 @@
 
 One rollout of 64 responses (8 prompts x 8, a Llama of 10 M parameters, mean length about 40, longest 150 to 250), its
 log-probs, forward and backward pass. Each variant is grpo.py with one line changed, and EOS replaced by lengths drawn
-beforehand, so that all do the same work; they run in turn, repeated; the result is the median. Writes results/rollout.json and .md.
+beforehand, so that all do the same work; they run in turn, repeated; the result is the median. Writes
+results/rollout.json and .md.
 """
 
 import json
