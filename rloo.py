@@ -592,7 +592,8 @@ def exact_answer(completions, answer, answer_marker, **columns) -> list[float]:
     column holds whole solutions, as GSM8K's does, what stands behind the marker there counts."""
     scores = []
     for text, expected in zip(completions, map(str, answer), strict=True):
-        found, expected = find_answer(text, answer_marker), find_answer(expected, answer_marker) or expected
+        found = find_answer(text, answer_marker)
+        expected = (find_answer(expected, answer_marker) or "").strip() or expected
         scores.append(1.0 if found is not None and as_value(found) == as_value(expected) else -1.0)
     return scores
 

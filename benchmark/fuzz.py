@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -41,19 +42,50 @@ class Args:
 
 CHUNK = 2000  # Hypothesis remembers what it has tried, and slows down with it: so many at a time
 SETTINGS = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": False}
-WORDS = st.sampled_from(
-    ["answer", "answer ", " answer", "Answer", "8", " 8", "08", "-", "\n", "\x00", "\u202e", "((a+)+)+$"]
-)
+WORDS = ["answer", "answer ", " answer", "Answer", "8", " 8", "08", "-", "\n", "\x00", "\u202e", "((a+)+)+$"]
+WORDS += ["####", "\\boxed{", "{", "}", "<answer>", "</answer>", "1,000", "1000.0", ".5", "$", "\\$", ",", "+", "٣"]
+WORDS = st.sampled_from(WORDS)
 TEXTS = st.one_of(st.text(), st.lists(st.one_of(WORDS, st.text(max_size=5)), max_size=12).map("".join))
+MARKERS = st.one_of(st.sampled_from(["answer", "####", "\\boxed{", "<answer>"]), st.text(min_size=1, max_size=4))
 ANSWERS = st.one_of(st.text(max_size=8), st.integers(), st.floats(), st.booleans(), WORDS)
 
 
-def plain_rule(text: str, answer, marker: str) -> float:
-    """The same, letter by letter from the right."""
+def plain_find(text: str, marker: str) -> str | None:
+    """What stands behind the last marker, letter by letter from the right."""
+    is_tag = len(marker) > 2 and marker[0] + marker[-1] == "<>" and all(c.isalnum() or c == "_" for c in marker[1:-1])
     for i in range(len(text) - len(marker), -1, -1):
         if all(text[i + j] == letter for j, letter in enumerate(marker)):
-            return 1.0 if text[i + len(marker) :].strip() == str(answer).strip() else -1.0
-    return -1.0
+            rest = text[i + len(marker) :]
+            if is_tag:
+                return rest.split(f"</{marker[1:]}")[0] if f"</{marker[1:]}" in rest else None
+            if marker[-1] == "{":
+                closes = [i for i in range(len(rest)) if rest[: i + 1].count("}") > rest[: i + 1].count("{")]
+                return rest[: closes[0]] if closes else None
+            return rest
+    return None
+
+
+def plain_value(text: str) -> Fraction | str:
+    """The number that the text is, or the text."""
+    text = " ".join(text.split())
+    number = text.replace("\\$", "$").strip("$")
+    sign = -1 if number[:1] == "-" else 1
+    if number[:1] in ("-", "+"):
+        number = number[1:].removeprefix("$")
+    whole, _, part = number.partition(".")
+    groups = whole.split(",")
+    if len(groups) > 1 and (not 1 <= len(groups[0]) <= 3 or any(len(group) != 3 for group in groups[1:])):
+        return text
+    if not set("".join(groups) + part) <= set("0123456789") or not (whole or part):
+        return text
+    return sign * (Fraction(int("".join(groups) or "0")) + Fraction(int(part or "0"), 10 ** len(part)))
+
+
+def plain_rule(text: str, answer, marker: str) -> float:
+    """The same as exact_answer, in other words."""
+    found, inside = plain_find(text, marker), plain_find(str(answer), marker)
+    expected = inside if inside and inside.strip() else str(answer)
+    return 1.0 if found is not None and plain_value(found) == plain_value(expected) else -1.0
 
 
 def fuzz_answers(count: int) -> dict:
@@ -61,7 +93,7 @@ def fuzz_answers(count: int) -> dict:
     seen = {"cases": 0, "right": 0, "slowest_ms": 0.0}
 
     @settings(max_examples=min(count, CHUNK), **SETTINGS)
-    @given(TEXTS, ANSWERS, st.one_of(st.just("answer"), st.text(min_size=1, max_size=4)), st.booleans())
+    @given(TEXTS, ANSWERS, MARKERS, st.booleans())
     def check(text, answer, marker, append):
         if append:
             text = f"{text}{marker} {answer} "
@@ -97,7 +129,8 @@ class Run:
         optimizer = torch.optim.AdamW(layer.parameters())
         layer(torch.ones(3)).sum().backward()
         optimizer.step()
-        grpo.save_checkpoint(self.args, self.folder, 3, 1, {"policy": layer, "optimizer": optimizer})
+        state = {"policy": layer.state_dict(), "optimizer": optimizer.state_dict()}
+        grpo.save_checkpoint(self.args, self.folder, 3, 1, state)
         self.path = self.folder / "checkpoints" / "000003.pt"
         self.whole = self.path.read_bytes()
         self.digest = self.path.with_name("000003.pt.sha256").read_bytes()

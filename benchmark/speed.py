@@ -34,7 +34,7 @@ TRL = ROOT / "benchmark" / ".trl"
 WORKS = {
     "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
     "tail": {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
-    "ranks": {"batch_size": 128, "micro_batch_size": 8, "max_response_length": 256, "iterations": 6},
+    "ranks": {"batch_size": 128, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
 SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
@@ -226,6 +226,15 @@ def table(results: dict) -> str:
         elif system == "2 ranks":
             ratio = ours["tokens_per_second"] / s["tokens_per_second"]
             ratios.append(f"{work}, {script}: two ranks take {ratio:.3f} of one rank's time per token")
+        if work == "gpu" and system == "ours":
+            runs = next(x["runs"] for x in results["cells"] if (x["script"], x["system"]) == (script, system))
+            rollout = statistics.median(phase["seconds/rollout"] for run in runs for phase in run["phases"])
+            # A step reads the weights, 494 M in bfloat16, and 12 KiB for each of 320 tokens (on average) of 512 rows.
+            speed = 512 * (2 * 494e6 + 512 * 320 * 12288) / rollout / 1e9
+            share = speed / results["copy_gb_per_second"]
+            ratios.append(
+                f"{work}, {script}: the rollout reads {speed:.0f} GB/s, {share:.2f} of what a copy reads and writes"
+            )
     head = f"`{results['command']}` on {results['machine']}, {results['versions']}."
     return "\n".join([head, "", *lines, "", *(f"- {ratio}" for ratio in ratios)]) + "\n"
 
@@ -262,9 +271,20 @@ def main(args: Args) -> None:
         import torch
 
         cuda = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+        copy_speed = None
+        if "gpu" in args.works:
+            one, other = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
+            for count in (1, 50):  # the first to warm up
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(count):
+                    one.copy_(other)
+                torch.cuda.synchronize()
+                copy_speed = 2 * count * 2**30 / (time.perf_counter() - start) / 1e9
         results = {
             "command": " ".join(["python", *sys.argv]),
             "args": asdict(args),
+            "copy_gb_per_second": copy_speed,
             "machine": f"{os.cpu_count()} cores, {processor()}{cuda}",
             "versions": versions(sys.executable)
             + (f"; for TRL: {versions(str(TRL / 'bin' / 'python'))}" if "trl" in args.systems else ""),

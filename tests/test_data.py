@@ -174,3 +174,19 @@ def test_the_commands_in_the_docs_have_flags_that_exist_and_sizes_that_work_out(
         monkeypatch.setattr(sys, "argv", command[place:])
         args = script.parse_args()
         script.check_args(args, ranks)
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_the_gsm8k_recipe_serves_every_script_less_the_flags_that_it_names(name, monkeypatch):
+    found = commands((ROOT / "docs" / "recipes.md").read_text())
+    flags = next(command[2:] for command in found if "data/gsm8k/train.jsonl" in command)
+    without = {"rloo": "--num_minibatches", "remax": "--num_minibatches"}
+    without |= {"reinforce_pp": "--samples_per_prompt", "ppo": "--samples_per_prompt"}
+    if name in without:
+        place = flags.index(without[name])
+        flags = flags[:place] + flags[place + 2 :]
+    script = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+    args = script.parse_args()
+    script.check_args(args, 1)
+    assert args.batch_size == 256 and args.answer_marker == "####"

@@ -248,8 +248,8 @@ def test_a_first_step_ratio_that_is_not_1_is_said(tmp_path, monkeypatch, capsys)
     module = importlib.import_module("grpo")
     token_logprobs = module.token_logprobs
 
-    def noisy(*inputs):
-        logprobs, entropy = token_logprobs(*inputs)
+    def noisy(*inputs, **options):
+        logprobs, entropy = token_logprobs(*inputs, **options)
         return logprobs + 0.01 * torch.is_grad_enabled(), entropy
 
     monkeypatch.setattr(module, "token_logprobs", noisy)
