@@ -209,7 +209,7 @@ def table(results: dict) -> str:
         s = summary(cell["runs"], WORKS[cell["work"]]["batch_size"])
         cells[cell["work"], cell["script"], cell["system"]] = s
         numbers = f"{s['seconds']:.3f} ({s['low']:.3f}-{s['high']:.3f}) |"
-        rest = "| | |"
+        rest = " | | |"
         if "length" in s:
             rest = f" {s['tokens_per_second']:.0f} | {s['length']:.1f} | {s['peak_gib']:.2f} |"
         name = SYSTEMS.get(cell["system"], cell["system"])
