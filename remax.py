@@ -453,8 +453,9 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     prompt_ids, prompt_mask = left_pad([[*ids] for ids in numbers], pad_id, model.device)  # (b, P)
 
     cache = transformers.DynamicCache(config=model.config)
-    if torch.is_autocast_enabled(model.device.type):  # or keys would be float32 since the rotary cosines are: twice as
-        dtype, update = torch.get_autocast_dtype(model.device.type), cache.update  # much, for attention to cast anew
+    if torch.is_autocast_enabled(model.device.type):
+        # Rotary cosines are float32 and would make the keys so: twice the memory, for attention to cast at each step.
+        dtype, update = torch.get_autocast_dtype(model.device.type), cache.update
         cache.update = lambda keys, values, *rest, **more: update(keys.to(dtype), values.to(dtype), *rest, **more)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (b, P), later (b, 1); padding does not count
     inputs = {"input_ids": prompt_ids, "attention_mask": prompt_mask, "position_ids": positions}
@@ -464,9 +465,8 @@ def generate(model, tokenizer, prompts, args, greedy: bool = False):
     cache.reorder_cache(copies)  # every kind of cache layer has it, batch_select_indices not
     prompt_ids, prompt_mask, positions = prompt_ids[copies], prompt_mask[copies], positions[copies, -1:]
 
-    responses = prompt_ids.new_full(
-        (len(prompts), args.max_response_length), -1
-    )  # (B, max T), -1 where none is sampled
+    size = len(prompts), args.max_response_length
+    responses = torch.full(size, -1, device=model.device)  # (B, max T), -1 where nothing is sampled
     mask = torch.cat([prompt_mask, torch.ones_like(responses)], dim=1)  # (b, P + max T), read up to the column due
     rows = torch.arange(len(prompts), device=model.device)  # (b,) rows still in the batch, b <= B
     running = torch.ones_like(rows, dtype=torch.bool)  # (b,) those rows of the batch without EOS so far
