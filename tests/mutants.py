@@ -562,7 +562,9 @@ def tests_pass(tests: str, script: str = "", old: str = "", new: str = "") -> bo
     """Whether the tests pass in a copy of the repository, with the line of the script changed if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".trl", "runs", "__pycache__", ".*_cache")
+        )
         if script:
             source = (copy / script).read_text()
             if source.count(old) != 1:
