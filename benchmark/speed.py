@@ -56,56 +56,54 @@ class Args:
     """Measure; without it the results that lie there are tabulated again."""
 
 
-def make_tail(folder: Path) -> None:
-    """A Llama of 10 M parameters with random weights whose EOS has a probability of about 1/40 at every step."""
+def make_words(folder: Path, vocab_size: int, lengths: tuple[int, int]):
+    """A tokenizer with words as tokens, and prompts of so many random ones: no hub is needed for that. Gives
+    the ids that the config must know."""
     import tokenizers
     import torch
     import transformers
 
-    torch.manual_seed(0)
-    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(4093))]
+    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(vocab_size - 3))]
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(1)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(512):
+            length = int(torch.randint(*lengths, (1,), generator=generator))
+            numbers = torch.randint(0, vocab_size - 3, (length,), generator=generator).tolist()
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"}) + "\n")
+    return {"vocab_size": vocab_size, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+
+
+def make_tail(folder: Path) -> None:
+    """A Llama of 10 M parameters with random weights whose EOS has a probability of about 1/40 at every step."""
+    import torch
+    import transformers
+
+    ids = make_words(folder, 4096, (8, 33))
+    torch.manual_seed(0)
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
-    ids = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512))
     with torch.no_grad():  # the first number of every state becomes large, and the head reads EOS's logit off it
         model.model.embed_tokens.weight[:, 0] = 1.0
-        state = model.model(torch.randint(3, len(words), (64, 64))).last_hidden_state[:, :, 0]
+        state = model.model(torch.randint(3, 4096, (64, 64))).last_hidden_state[:, :, 0]
         model.lm_head.weight[1] = 0.0
         model.lm_head.weight[1, 0] = 4.65 / state.mean()  # exp(4.65) = 105 = 4096 / 39
     model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    generator = torch.Generator().manual_seed(1)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(512):
-            length = int(torch.randint(8, 33, (1,), generator=generator))
-            numbers = torch.randint(0, 4093, (length,), generator=generator).tolist()
-            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"}) + "\n")
 
 
 def make_gpu(folder: Path) -> None:
-    """Random weights of Qwen2.5-0.5B's shape; words as tokens, since no hub is needed for that."""
-    import tokenizers
+    """Random weights of Qwen2.5-0.5B's shape."""
     import torch
     import transformers
 
+    ids = make_words(folder, 151936, (64, 65))
     torch.manual_seed(0)
-    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(151933))]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    ids = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     rest = {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
     transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids, **rest)).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    generator = torch.Generator().manual_seed(1)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(512):
-            numbers = torch.randint(0, 151933, (64,), generator=generator).tolist()
-            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"}) + "\n")
 
 
 def work_of(name: str, script: str, folder: Path) -> dict:

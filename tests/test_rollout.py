@@ -163,27 +163,6 @@ def test_dropout_of_a_layer_itself_is_off(script, tokenizer, tmp_path):
     assert policy.config.dropout == 0.5  # what is saved says what it said
 
 
-def test_rows_leave_a_hybrid_cache_too(script, tokenizer):
-    """Lfm2 mixes attention with convolutions, whose state has no batch_select_indices."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    layers = {"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 2}
-    config = transformers.Lfm2Config(vocab_size=19, initializer_range=0.3, eos_token_id=1, **sizes, **layers)
-    model = transformers.Lfm2ForCausalLM(config).eval()
-    stop_ids = [1, 4, 9, 12]
-    model.generation_config.eos_token_id = stop_ids
-    prompts = [f"{a} {op} {b} ?" for a in range(10) for op in "+-" for b in (2, 7)]  # even: its state has no padding
-    args = script.Args(max_response_length=20)
-    sequences, _, response_mask = script.generate(model, tokenizer, prompts, args, greedy=True)
-    assert response_mask.sum(1).unique().numel() > 3
-    for i in range(len(prompts)):
-        length = 4 + int(response_mask[i].sum())
-        ids = sequences[i : i + 1, :4]
-        for _ in range(length - 4):  # no cache, no batch
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-        assert ids[0].tolist() == sequences[i, :length].tolist()
-
-
 @pytest.mark.parametrize("make", [make_llama, make_gpt2])
 def test_gradient_checkpointing_recomputes_and_changes_nothing(script, make):
     ids = torch.randint(3, 19, (4, 10), generator=torch.Generator().manual_seed(0))
