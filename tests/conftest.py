@@ -13,12 +13,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, see pyproject.toml
 os.environ["WANDB_MODE"] = "disabled"
 
+import sync
 import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-POLICY_SCRIPTS = ["reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
-SKELETONS = ["reinforce_pp", "ppo", "remax"]  # the others are reinforce_pp's to the letter, see test_skeleton.py
+POLICY_SCRIPTS = sync.policy_scripts()  # the folder is the registry
+SKELETONS = [
+    "grpo",
+    *(name for name in POLICY_SCRIPTS if sync.INSERTS.get(name)),
+]  # the others are grpo's to the letter
 
 
 @pytest.fixture(params=SKELETONS)
@@ -93,7 +97,9 @@ def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subp
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    result = subprocess.run(
+        [*start, *map(str, command)], capture_output=True, text=True, timeout=300, **options
+    )
     if check and result.returncode != 0:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result

@@ -1,12 +1,15 @@
 """Carry an edit of grpo.py's skeleton into the other policy scripts, or show how two scripts differ.
 
-    python tools/sync.py                      make sync: what changed in grpo.py since the last commit
+    python tools/sync.py                      make sync
     python tools/sync.py --diff grpo rloo     make diff A=grpo B=rloo
 
-The skeleton is everything but the docstring and the estimator block. If the edit does not merge into one of them, that
-one is named, nothing is written to any, and the exit code is 1.
+The skeleton is everything but the docstring and the estimator block. Most scripts have grpo.py's to the letter; those
+in INSERTS have a few lines more, and a three-way merge keeps these. Its base is the last version of grpo.py with which
+the script agreed, committed or not. If an edit does not merge, the script is named, nothing is written to any, and the
+exit code is 1.
 """
 
+import difflib
 import re
 import subprocess
 import sys
@@ -14,19 +17,26 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOTHER = "grpo"
-SIBLINGS = ["rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"]
-OWN = re.compile(r'\A""".*?^"""$|^# --- estimator: begin.*?^# --- estimator: end[^\n]*$', re.MULTILINE | re.DOTALL)
+MARKER = "    # --- estimator: begin"
+INSERTS = {"remax": 6, "dapo": 25, "ppo": 25}  # lines that a script may have beyond grpo.py's skeleton
+OWN = re.compile(
+    r'^""".*?^"""$|^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$', re.MULTILINE | re.DOTALL
+)
+
+
+def policy_scripts(root: Path = ROOT) -> list[str]:
+    """The names of the top-level files with an estimator block: this is all that makes a file a policy script."""
+    return sorted(path.stem for path in root.glob("*.py") if f"\n{MARKER}" in path.read_text())
 
 
 def skeleton(source: str) -> str:
-    """The source with docstring and estimator block replaced by a mark each."""
-    stripped, count = OWN.subn("# own", source)
+    """The source with docstring and estimator block replaced by a line each."""
+    bare, count = OWN.subn("# own", source)
     if count != 2:
         raise ValueError(
-            f"a policy script has one docstring and one estimator block, this one {count} of both together"
+            f"a policy script has a docstring and an estimator block, this one {count} of the two"
         )
-    return stripped
+    return bare
 
 
 def dress(bare: str, source: str) -> str:
@@ -35,28 +45,71 @@ def dress(bare: str, source: str) -> str:
     return re.sub(r"^# own$", lambda _: next(own), bare, flags=re.MULTILINE)
 
 
+def inserted(mother: str, sibling: str) -> list[str]:
+    """The lines that sibling's skeleton has beyond mother's, blank ones left out. ValueError if it changes or drops
+    one, or inserts one other than between blank or comment lines, where a neighbouring edit could not merge."""
+    a, b = skeleton(mother).splitlines(), skeleton(sibling).splitlines()
+    lines = []
+    for tag, i, k, j, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag == "equal":
+            continue
+        if tag != "insert":
+            raise ValueError(f"{tag}: {a[i:k]} -> {b[j:m]}")
+        edges = [
+            line
+            for line in (b[j - 1], b[j], b[m - 1], b[m])
+            if not line.strip() or line.strip().startswith("#")
+        ]
+        if len(edges) < 2:
+            raise ValueError(f"no blank or comment line around {b[j:m]}")
+        lines += b[j:m]
+    return [line for line in lines if line.strip()]
+
+
+def agrees(mother: str, sibling: str) -> bool:
+    try:
+        return inserted(mother, sibling) is not None
+    except ValueError:
+        return False
+
+
+def base_of(sibling: str, versions) -> str | None:
+    """The newest version of the mother with which sibling's skeleton agreed."""
+    return next((mother for mother in versions if agrees(mother, sibling)), None)
+
+
 def merge(mine: str, before: str, after: str) -> str | None:
     """The script mine with the change of the mother's skeleton from before to after, or None where they conflict."""
     with tempfile.TemporaryDirectory() as folder:
         texts = {"mine": mine, "before": dress(skeleton(before), mine), "after": dress(skeleton(after), mine)}
         for name, text in texts.items():
             Path(folder, name).write_text(text)
-        result = subprocess.run(["git", "merge-file", "-p", *texts], cwd=folder, capture_output=True, text=True)
+        result = subprocess.run(
+            ["git", "merge-file", "-p", *texts], cwd=folder, capture_output=True, text=True
+        )
     return result.stdout if result.returncode == 0 else None
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--diff"] and len(arguments) == 3:
-        one, other = (f"{name.removesuffix('.py')}.py" for name in arguments[1:])
-        subprocess.run(["git", "diff", "--no-index", "--", one, other], cwd=ROOT)
-        return 0
-    if arguments:
-        print(__doc__)
-        return 2
-    show = ["git", "show", f"HEAD:{MOTHER}.py"]
-    before = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    after = (ROOT / f"{MOTHER}.py").read_text()
-    merged = {name: merge((ROOT / f"{name}.py").read_text(), before, after) for name in SIBLINGS}
+def history(root: Path):
+    """grpo.py as it is, and as it was in each commit that changed it, newest first."""
+    yield (root / "grpo.py").read_text()
+    log = ["git", "log", "--format=%H", "--", "grpo.py"]
+    for commit in subprocess.run(log, cwd=root, capture_output=True, text=True).stdout.split():
+        show = ["git", "show", f"{commit}:grpo.py"]
+        text = subprocess.run(show, cwd=root, capture_output=True, text=True).stdout
+        if f"\n{MARKER}" in text:
+            yield text
+
+
+def sync(root: Path) -> int:
+    mother, merged = (root / "grpo.py").read_text(), {}
+    for name in policy_scripts(root):
+        mine = (root / f"{name}.py").read_text()
+        if INSERTS.get(name):
+            base = base_of(mine, history(root))
+            merged[name] = base and merge(mine, base, mother)
+        else:
+            merged[name] = dress(skeleton(mother), mine)
     conflicts = [name for name, text in merged.items() if text is None]
     for name in conflicts:
         print(f"{name}.py: the edit does not merge; make it there by hand")
@@ -64,10 +117,28 @@ def main(arguments: list[str]) -> int:
         print("nothing written")
         return 1
     for name, text in merged.items():
-        path = ROOT / f"{name}.py"
+        path = root / f"{name}.py"
         if text != path.read_text():
             path.write_text(text)
             print(f"{name}.py: merged")
+    return 0
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    if arguments[:1] != ["--diff"]:
+        if not arguments:
+            return sync(root)
+        print(__doc__)
+        return 2
+    scripts = sorted(path.stem for path in root.glob("*.py"))
+    names = [name.removesuffix(".py") for name in arguments[1:]]
+    if len(names) != 2 or not set(names) <= set(scripts):
+        print(
+            f"make diff A=... B=... takes two of {', '.join(scripts)}; got {' and '.join(names) or 'none'}",
+            file=sys.stderr,
+        )
+        return 2
+    subprocess.run(["git", "diff", "--no-index", "--", *(f"{name}.py" for name in names)], cwd=root)
     return 0
 
 
