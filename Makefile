@@ -13,7 +13,9 @@ test: .venv/installed-dev
 sync:
 	$(PYTHON) tools/sync.py
 
+SCRIPTS := $(basename $(sort $(wildcard *.py)))
 diff:
+	$(if $(and $(filter $(A:.py=),$(SCRIPTS)),$(filter $(B:.py=),$(SCRIPTS))),,$(error make diff A=... B=... takes two of: $(SCRIPTS)))
 	@$(PYTHON) tools/sync.py --diff $(A) $(B)
 
 # The stamps are younger than the requirements they were installed from, so the second time nothing is installed.

@@ -57,9 +57,8 @@ MAX_LOGITS = 2**26  # made at a time: 256 MiB in float32, whatever the batch and
 class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of the prompts and of every token sampled
-    device: str = str(
-        torch.accelerator.current_accelerator(True) or "cpu"
-    )  # cuda, mps, ...: what torch finds
+    # cpu, cuda, mps, ...; by default the accelerator that torch finds
+    device: str = str(torch.accelerator.current_accelerator(True) or "cpu")
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # policy to start from, and frozen reference: folder or hub id of a causal LM
@@ -76,10 +75,10 @@ class Args:
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
     answer_marker: str = "answer"  # exact_answer compares what stands behind the last one with column answer
-    missing_eos_penalty: float = 0.0  # is subtracted from the score of a truncated response,
-    reward_scale: float = 1.0  # then the score is multiplied by this,
-    reward_zscore: bool = False  # normalized to mean 0, std 1 over the rollout of all ranks,
-    reward_clip: float | None = None  # and clipped to [-c, c]
+    missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
+    reward_scale: float = 1.0  # factor of the score, after the penalty
+    reward_zscore: bool = False  # then scores to mean 0, std 1 over the rollout of all ranks
+    reward_clip: float | None = None  # c: at last scores are clipped to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on each rank: memory only, same results
@@ -262,6 +261,9 @@ def main(args):
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
+    check(
+        eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS; set tokenizer.eos_token and save it"
+    )
     reference = load(args, type(policy), "model", args.model, device)[0] if args.kl_coef else None
     num_prompts, local_batch = args.batch_size // args.samples_per_prompt, args.batch_size // WORLD_SIZE
     rows = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
@@ -416,7 +418,6 @@ def load(args, auto_class, flag, name, device):
     kind, missing, head = str(model.config.architectures), len(info["missing_keys"]), "SequenceClassification"
     right = not missing and (head in kind) == (head in auto_class.__name__)
     check(right, f"{where}: is {kind}, {missing} weights missing; use a whole model of the right kind")
-    check(eos_ids(model, tokenizer), f"{where}: has no EOS token; set tokenizer.eos_token and save it")
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
@@ -427,7 +428,7 @@ def load(args, auto_class, flag, name, device):
 
 def eos_ids(model, tokenizer):
     """The ids that end a response: the tokenizer's EOS and those of the generation config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
+    ids = model.generation_config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
 
 

@@ -115,7 +115,10 @@ def cells():
 def table(results: dict) -> str:
     lines = []
     for setting, title in SETTINGS.items():
-        lines += [f"**{title[0].upper()}{title[1:]}.** 128 responses; cosine / norm ratio / noise-to-signal", ""]
+        lines += [
+            f"**{title[0].upper()}{title[1:]}.** 128 responses; cosine / norm ratio / noise-to-signal",
+            "",
+        ]
         lines += ["| | k = 2 | k = 4 | k = 8 | k = 16 |", "|---|---|---|---|---|"]
         for name in NAMES:
             row = [results["cells"][f"{setting} {name} {k} 128"] for k in (2, 4, 8, 16)]
@@ -134,7 +137,9 @@ def table(results: dict) -> str:
         grpo_weights(),
         "",
     ]
-    lines.append(f"Made by `{results['command']}`: {results['draws']} batches a cell, seed {results['seed']}.")
+    lines.append(
+        f"Made by `{results['command']}`: {results['draws']} batches a cell, seed {results['seed']}."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -196,7 +201,13 @@ def main(args: Args) -> None:
     if args.run:
         torch.set_num_threads(1)
         command = " ".join(["python benchmark/bandit.py", *sys.argv[1:]])
-        results = {"command": command, "draws": args.draws, "seed": args.seed, "cores": os.cpu_count(), "cells": {}}
+        results = {
+            "command": command,
+            "draws": args.draws,
+            "seed": args.seed,
+            "cores": os.cpu_count(),
+            "cells": {},
+        }
         for setting, name, k, size in cells():
             logits, scores = make_bandit(setting, args.seed)
             results["cells"][f"{setting} {name} {k} {size}"] = measure(name, logits, scores, k, size, args)

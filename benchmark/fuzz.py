@@ -41,18 +41,44 @@ class Args:
 
 
 CHUNK = 2000  # Hypothesis remembers what it has tried, and slows down with it: so many at a time
-SETTINGS = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": False}
+SETTINGS = {
+    "database": None,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": False,
+}
 WORDS = ["answer", "answer ", " answer", "Answer", "8", " 8", "08", "-", "\n", "\x00", "\u202e", "((a+)+)+$"]
-WORDS += ["####", "\\boxed{", "{", "}", "<answer>", "</answer>", "1,000", "1000.0", ".5", "$", "\\$", ",", "+", "٣"]
+WORDS += [
+    "####",
+    "\\boxed{",
+    "{",
+    "}",
+    "<answer>",
+    "</answer>",
+    "1,000",
+    "1000.0",
+    ".5",
+    "$",
+    "\\$",
+    ",",
+    "+",
+    "٣",
+]
 WORDS = st.sampled_from(WORDS)
 TEXTS = st.one_of(st.text(), st.lists(st.one_of(WORDS, st.text(max_size=5)), max_size=12).map("".join))
-MARKERS = st.one_of(st.sampled_from(["answer", "####", "\\boxed{", "<answer>"]), st.text(min_size=1, max_size=4))
+MARKERS = st.one_of(
+    st.sampled_from(["answer", "####", "\\boxed{", "<answer>"]), st.text(min_size=1, max_size=4)
+)
 ANSWERS = st.one_of(st.text(max_size=8), st.integers(), st.floats(), st.booleans(), WORDS)
 
 
 def plain_find(text: str, marker: str) -> str | None:
     """What stands behind the last marker, letter by letter from the right."""
-    is_tag = len(marker) > 2 and marker[0] + marker[-1] == "<>" and all(c.isalnum() or c == "_" for c in marker[1:-1])
+    is_tag = (
+        len(marker) > 2
+        and marker[0] + marker[-1] == "<>"
+        and all(c.isalnum() or c == "_" for c in marker[1:-1])
+    )
     for i in range(len(text) - len(marker), -1, -1):
         if all(text[i + j] == letter for j, letter in enumerate(marker)):
             rest = text[i + len(marker) :]
@@ -145,7 +171,11 @@ class Run:
             with contextlib.redirect_stderr(said):
                 state = grpo.load_checkpoint(self.args, str(self.folder), 1)
         except SystemExit as exit:
-            assert exit.code == 2 and said.getvalue().startswith("error: --resume") and said.getvalue().count("\n") == 1
+            assert (
+                exit.code == 2
+                and said.getvalue().startswith("error: --resume")
+                and said.getvalue().count("\n") == 1
+            )
             return "refused"
         assert isinstance(state, dict)
         return "the same" if content == self.whole else "another state"

@@ -77,7 +77,9 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False, dtype=
             dist.destroy_process_group()
         return float(size) if rank == 0 else 0.0
 
-    ids = torch.randint(0, shape["vocab_size"], (8, 320), device=device)  # 64 tokens of prompt, 256 of response
+    ids = torch.randint(
+        0, shape["vocab_size"], (8, 320), device=device
+    )  # 64 tokens of prompt, 256 of response
     mask = torch.ones_like(ids)
     if max_logits:
         grpo.MAX_LOGITS = max_logits
@@ -112,18 +114,24 @@ def main(args: Args) -> None:
     for label, (_, options) in CASES.items():
         start = [sys.executable]
         if options.get("ranks", 1) > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options["ranks"])]
+            start += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(options["ranks"]),
+            ]
         command = [*start, __file__, "--case", label]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        results[label] = max(float(line.split()[1]) for line in output.splitlines() if line.startswith("GiB "))
+        results[label] = max(
+            float(line.split()[1]) for line in output.splitlines() if line.startswith("GiB ")
+        )
         print(f"{results[label]:7.2f} GiB  {label}", flush=True)
     import torch
     import transformers
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({processor()}), peak RSS"
-    head = (
-        f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
+    head = f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [f"{head}, {time.strftime('%Y-%m-%d')}.", "", "| what | GiB |", "|---|---|"]
     lines += [f"| {label} | {value:.2f} |" for label, value in results.items()]
     lines += [

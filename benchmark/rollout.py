@@ -41,7 +41,11 @@ VARIANTS = {  # label: (phase that it changes, the line as it is, what it become
     ),
     "each response reads its prompt": ("rollout", "left_pad([[*ids] for ids in numbers]", "left_pad(prompts"),
     "torch.multinomial": ("rollout", SAMPLER, "tokens = torch.multinomial(probs, 1)[:, 0]"),
-    "rows in random order": ("update", "rows[lengths.argsort(stable=True)]", "rows[torch.randperm(len(rows))]"),
+    "rows in random order": (
+        "update",
+        "rows[lengths.argsort(stable=True)]",
+        "rows[torch.randperm(len(rows))]",
+    ),
     "micro-batches not cut": ("update", "end = int(rollout", "end = T if True else int(rollout"),
 }
 
@@ -136,7 +140,12 @@ def main(args: Args) -> None:
             def __call__(self, input_ids, scores, drawn=drawn, width=width, **more):
                 return input_ids.shape[1] - width >= drawn
 
-        options = {"do_sample": True, "top_k": 0, "max_new_tokens": flags.max_response_length, "eos_token_id": -1}
+        options = {
+            "do_sample": True,
+            "top_k": 0,
+            "max_new_tokens": flags.max_response_length,
+            "eos_token_id": -1,
+        }
         options |= {"stopping_criteria": [Drawn()], "pad_token_id": 0}
         start = now()
         with script.autocast(flags, device), torch.no_grad():
@@ -146,11 +155,19 @@ def main(args: Args) -> None:
         print(f"repetition {repeat} of {args.repeats}", flush=True)
 
     base = {phase: statistics.median(values) for phase, values in seconds["as it is"].items()}
-    lines = [f"`python benchmark/rollout.py` on {processor()}, {args.device}, torch {torch.__version__}, transformers"]
+    lines = [
+        f"`python benchmark/rollout.py` on {processor()}, {args.device}, torch {torch.__version__}, transformers"
+    ]
     all_lengths = torch.cat(lengths[1:])
-    lines[0] += f" {transformers.__version__}. {args.repeats} rollouts of {work['batch_size']} responses, mean length"
+    lines[0] += (
+        f" {transformers.__version__}. {args.repeats} rollouts of {work['batch_size']} responses, mean length"
+    )
     lines[0] += f" {all_lengths.mean():.0f}, longest {all_lengths.max():.0f}."
-    lines += ["", "| variant | rollout, s | times | forward and backward, s | times |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| variant | rollout, s | times | forward and backward, s | times |",
+        "|---|---|---|---|---|",
+    ]
     for label, phases in seconds.items():
         cells = []
         for phase in ("rollout", "update"):

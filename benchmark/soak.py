@@ -85,10 +85,17 @@ class Args:
     """Which cases."""
 
 
-def start(script: str, ranks: int, *flags: str, kill: str = "", folder: Path, more: tuple = ()) -> subprocess.Popen:
+def start(
+    script: str, ranks: int, *flags: str, kill: str = "", folder: Path, more: tuple = ()
+) -> subprocess.Popen:
     """A run in the background, in a session of its own."""
     (folder / "sitecustomize.py").write_text(KILLER)
-    env = os.environ | {"KILL": kill, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {
+        "KILL": kill,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *more]
@@ -131,7 +138,9 @@ def is_below(pid: str, ancestor: int) -> bool:
 def timeless(path: Path) -> list[dict]:
     """The lines of a .jsonl, without what a clock says."""
     lines = [json.loads(line) for line in path.open()]
-    return [{k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_second"} for line in lines]
+    return [
+        {k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_second"} for line in lines
+    ]
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -144,7 +153,9 @@ def differences(one: Path, other: Path) -> list[str]:
             found.append(name)
     if [line["iteration"] for line in timeless(other / "metrics.jsonl")] != list(range(9)):
         found.append("gap or duplicate in metrics.jsonl")
-    if (one / "model" / "model.safetensors").read_bytes() != (other / "model" / "model.safetensors").read_bytes():
+    if (one / "model" / "model.safetensors").read_bytes() != (
+        other / "model" / "model.safetensors"
+    ).read_bytes():
         found.append("weights")
     states = [torch.load(sorted(run.glob("checkpoints/*.pt"))[-1], weights_only=True) for run in (one, other)]
     flat = [[leaf for part in state.values() for leaf in leaves(part)] for state in states]
@@ -183,7 +194,12 @@ def soak(seed: int, undisturbed: dict, scratch: Path) -> dict:
         how = rng.choice(HOW)
         number = rng.randint(1, 3)
         process = start(
-            script, ranks, *FLAGS.split(), *where, folder=folder, kill="" if how == "random" else f"{how}:{number}"
+            script,
+            ranks,
+            *FLAGS.split(),
+            *where,
+            folder=folder,
+            kill="" if how == "random" else f"{how}:{number}",
         )
         if how == "random":
             number = rng.randint(1, 7)

@@ -64,9 +64,13 @@ def make_words(folder: Path, vocab_size: int, lengths: tuple[int, int]):
     import transformers
 
     words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(vocab_size - 3))]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?")
+    )
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", pad_token="<pad>"
+    )
     tokenizer.save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(1)
     with (folder / "prompts.jsonl").open("w") as file:
@@ -85,8 +89,12 @@ def make_tail(folder: Path) -> None:
     ids = make_words(folder, 4096, (8, 33))
     torch.manual_seed(0)
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512))
-    with torch.no_grad():  # the first number of every state becomes large, and the head reads EOS's logit off it
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512)
+    )
+    with (
+        torch.no_grad()
+    ):  # the first number of every state becomes large, and the head reads EOS's logit off it
         model.model.embed_tokens.weight[:, 0] = 1.0
         state = model.model(torch.randint(3, 4096, (64, 64))).last_hidden_state[:, :, 0]
         model.lm_head.weight[1] = 0.0
@@ -101,9 +109,16 @@ def make_gpu(folder: Path) -> None:
 
     ids = make_words(folder, 151936, (64, 65))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    sizes = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
     rest = {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids, **rest)).save_pretrained(folder / "model")
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids, **rest)).save_pretrained(
+        folder / "model"
+    )
 
 
 def work_of(name: str, script: str, folder: Path) -> dict:
@@ -130,27 +145,21 @@ def work_of(name: str, script: str, folder: Path) -> dict:
 def command_of(system: str, work: dict) -> list[str]:
     if system == "trl":
         return [str(TRL / "bin" / "python"), str(ROOT / "benchmark" / "speed_trl.py"), json.dumps(work)]
-    flags = {"model": work["model"], "dataset": work["dataset"], "eval_dataset": "None", "seed": work["seed"]}
-    flags |= {"batch_size": work["batch_size"], "micro_batch_size": work["micro_batch_size"]}
-    flags |= {"max_response_length": work["max_response_length"], "num_iterations": work["iterations"]}
-    flags |= {"learning_rate": work["learning_rate"], "samples_per_prompt": work["k"], "dtype": work["dtype"]}
-    flags |= {"device": work["device"], "runs_dir": work["folder"], "log_every": 1, "num_samples": 0}
-    if system == "bare":
-        flags |= {"eval_dataset": None}
-        return [sys.executable, str(ROOT / "benchmark" / "speed_bare.py"), json.dumps(work | {"flags": flags})]
+    names = "model dataset seed batch_size micro_batch_size max_response_length learning_rate device dtype".split()
+    flags = {name: work[name] for name in names} | {
+        "samples_per_prompt": work["k"],
+        "num_iterations": work["iterations"],
+    }
+    flags |= {"run_dir": f"{work['folder']}/run", "eval_every": 0, "log_every": 10**6}
     start = [sys.executable]
     if work.get("ranks", 1) > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work["ranks"])]
-    return [
-        *start,
-        str(ROOT / f"{work['script']}.py"),
-        *(str(x) for name, v in flags.items() for x in (f"--{name}", v)),
-    ]
+    return [*start, str(ROOT / "benchmark" / f"speed_{system}.py"), json.dumps(work | {"flags": flags})]
 
 
 def run(system: str, work: dict) -> dict:
     """One run: seconds of each iteration but the first, lengths, peak memory."""
-    ends, lines = [], []
+    lines = []
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(system, work | {"folder": folder})
@@ -158,30 +167,26 @@ def run(system: str, work: dict) -> dict:
             command = ["taskset", "-c", ",".join(map(str, work["cores"])), *command]
             environment |= {"OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
             for line in process.stdout:
-                if line.startswith("iteration "):
-                    ends.append(time.time())
-                elif line.startswith('{"time"') or line.startswith('{"seconds"'):
+                if line.startswith(('{"time"', '{"seconds"')):
                     lines.append(json.loads(line))
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
                 errors.seek(0)
-                raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}")
-        if system == "ours":
-            (metrics,) = Path(folder).glob("*/metrics.jsonl")
-            lines = [line for line in map(json.loads, metrics.open()) if "score" in line]
+                raise SystemExit(
+                    f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}"
+                )
     if system == "bare":
         return {"seconds": [x["bare"] for x in lines[1:]], "with_script": [x["seconds"] for x in lines[1:]]}
-    ends = ends or [line["time"] for line in lines]
-    lengths = [line.get("response_length", line.get("length")) for line in lines]
-    gpu = [line.get("peak_memory_gib", line.get("gpu")) for line in lines][-1]
     return {
-        "seconds": [b - a for a, b in itertools.pairwise(ends)],
-        "lengths": lengths[1:],
-        "phases": [{k: v for k, v in line.items() if k.startswith("seconds/")} for line in lines[1:]],
-        "peak_gib": gpu or usage.ru_maxrss / 2**20,
+        "seconds": [b["time"] - a["time"] for a, b in itertools.pairwise(lines)],
+        "lengths": [line["length"] for line in lines[1:]],
+        "rollouts": [line.get("rollout") for line in lines[1:]],
+        "peak_gib": lines[-1]["gpu"] or usage.ru_maxrss / 2**20,
     }
 
 
@@ -193,14 +198,18 @@ def summary(runs: list[dict], batch_size: int) -> dict:
         ratios = [b / a for run in runs for a, b in zip(run["seconds"], run["with_script"], strict=True)]
         return result | {"ratio": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
     return result | {
-        "tokens_per_second": statistics.median(batch_size * sum(x["lengths"]) / sum(x["seconds"]) for x in runs),
+        "tokens_per_second": statistics.median(
+            batch_size * sum(x["lengths"]) / sum(x["seconds"]) for x in runs
+        ),
         "length": statistics.median(statistics.mean(run["lengths"]) for run in runs),
         "peak_gib": statistics.median(run["peak_gib"] for run in runs),
     }
 
 
 def table(results: dict) -> str:
-    lines = ["| work | script | | seconds per iteration (low-high) | tokens/s | mean length | peak memory, GiB |"]
+    lines = [
+        "| work | script | | seconds per iteration (low-high) | tokens/s | mean length | peak memory, GiB |"
+    ]
     lines += ["|---|---|---|---|---|---|---|"]
     cells, ratios = {}, []
     for cell in results["cells"]:
@@ -215,18 +224,24 @@ def table(results: dict) -> str:
     for (work, script, system), s in cells.items():
         ours = cells.get((work, script, "ours")) or cells.get((work, script, "1 rank"))
         if system == "bare":
-            text = f"{s['ratio']:.3f} of the bare calls' time ({s['quartiles'][0]:.3f}-{s['quartiles'][2]:.3f})"
-            ratios.append(f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations")
+            text = (
+                f"{s['ratio']:.3f} of the bare calls' time ({s['quartiles'][0]:.3f}-{s['quartiles'][2]:.3f})"
+            )
+            ratios.append(
+                f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations"
+            )
         elif system == "trl" and ours:
             faster = ours["tokens_per_second"] / s["tokens_per_second"]
             memory = ours["peak_gib"] / s["peak_gib"]
-            ratios.append(f"{work}, {script}: {faster:.2f} times TRL's tokens/s, {memory:.2f} of its peak memory")
+            ratios.append(
+                f"{work}, {script}: {faster:.2f} times TRL's tokens/s, {memory:.2f} of its peak memory"
+            )
         elif system == "2 ranks":
             ratio = ours["tokens_per_second"] / s["tokens_per_second"]
             ratios.append(f"{work}, {script}: two ranks take {ratio:.3f} of one rank's time per token")
         if work == "gpu" and system == "ours":
             runs = next(x["runs"] for x in results["cells"] if (x["script"], x["system"]) == (script, system))
-            rollout = statistics.median(phase["seconds/rollout"] for run in runs for phase in run["phases"])
+            rollout = statistics.median(x for run in runs for x in run["rollouts"])
             # A step reads the weights, 494 M in bfloat16, and 12 KiB for each of 320 tokens (on average) of 512 rows.
             speed = 512 * (2 * 494e6 + 512 * 320 * 12288) / rollout / 1e9
             share = speed / results["copy_gb_per_second"]
@@ -240,7 +255,9 @@ def table(results: dict) -> str:
 def versions(python: str) -> str:
     code = "import importlib.metadata as m; print(', '.join(f'{x} {m.version(x)}' for x in %r.split()))"
     names = "torch transformers" + (" trl" if python != sys.executable else "")
-    return subprocess.run([python, "-c", code % names], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code % names], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def main(args: Args) -> None:
@@ -258,7 +275,10 @@ def main(args: Args) -> None:
                     for script in args.scripts:
                         work = work_of(name, script, Path(folder)) | {"seed": repeat + 1}
                         if name == "ranks":
-                            todo = {"1 rank": work | {"cores": [0]}, "2 ranks": work | {"cores": [0, 1], "ranks": 2}}
+                            todo = {
+                                "1 rank": work | {"cores": [0]},
+                                "2 ranks": work | {"cores": [0, 1], "ranks": 2},
+                            }
                         else:
                             todo = {system: work for system in args.systems}
                         for system, its_work in todo.items():
@@ -286,7 +306,9 @@ def main(args: Args) -> None:
             "machine": f"{os.cpu_count()} cores, {processor()}{cuda}",
             "versions": versions(sys.executable)
             + (f"; for TRL: {versions(str(TRL / 'bin' / 'python'))}" if "trl" in args.systems else ""),
-            "cells": [{"work": w, "script": s, "system": x, "runs": runs} for (w, s, x), runs in cells.items()],
+            "cells": [
+                {"work": w, "script": s, "system": x, "runs": runs} for (w, s, x), runs in cells.items()
+            ],
         }
         path.write_text(json.dumps(results, indent=1) + "\n")
     results = json.loads(path.read_text())

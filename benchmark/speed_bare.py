@@ -2,9 +2,8 @@
 
 Arguments: one JSON object, see speed.py. Runs the script's own main, notes the shape of every call that its sampling
 makes of the model, and after each iteration makes calls of the same shapes again: prefill and decoding with a cache
-whose rows leave at the same steps, the forward pass of the policy and of the reference with the log-softmax of all
-columns, forward and backward pass of the update. No text, no score, no advantage, no clipping, no
-optimizer, no metrics, no file. Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
+whose rows leave at the same steps, the forward pass of the reference with the log-softmax of all columns, forward and
+backward pass of the update. No text, no score, no advantage, no clipping, no optimizer, no metrics, no file. Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
 """
 
 import importlib
@@ -31,9 +30,10 @@ def now() -> float:
     return time.perf_counter()
 
 
-def noted_load_policy(*names, load=script.load_policy):
-    models.append(load(*names))
-    return models[-1]
+def noted_load(*arguments, load=script.load):
+    model, tokenizer = load(*arguments)
+    models.append(model)
+    return model, tokenizer
 
 
 def noted_generate(model, *rest, generate=script.generate, **options):
@@ -50,8 +50,7 @@ def noted_generate(model, *rest, generate=script.generate, **options):
 
     model.forward, transformers.DynamicCache.reorder_cache = noted_forward, noted_reorder
     seen["generated"] = generate(model, *rest, **options)
-    del model.forward
-    transformers.DynamicCache.reorder_cache = reorder
+    model.forward, transformers.DynamicCache.reorder_cache = forward, reorder
     return seen["generated"]
 
 
@@ -72,11 +71,17 @@ def bare_generate(policy) -> None:
         if call[1] == 1:
             mask = torch.cat([mask, mask.new_ones(call[0], 1)], dim=1)
             positions = positions[:, -1:] + 1
-        inputs = {"input_ids": torch.full(call, 5, device=device), "attention_mask": mask, "position_ids": positions}
+        inputs = {
+            "input_ids": torch.full(call, 5, device=device),
+            "attention_mask": mask,
+            "position_ids": positions,
+        }
         logits = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         probs = logits.float().softmax(-1)
         tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-        int(torch.isin(tokens, stop_ids).sum())  # as much as anybody must do to sample, and to know when to stop
+        int(
+            torch.isin(tokens, stop_ids).sum()
+        )  # as much as anybody must do to sample, and to know when to stop
 
 
 def logprobs_of(model, mb) -> torch.Tensor:
@@ -90,36 +95,33 @@ def logprobs_of(model, mb) -> torch.Tensor:
 def bare_calls() -> dict:
     """Seconds of each phase."""
     policy, reference = models
-    rollout = dict(zip(("sequences", "attention_mask", "response_mask"), seen["generated"], strict=True))
+    rollout = dict(zip(("sequences", "attention_mask", "response_mask"), seen["generated"]))
     everything = torch.arange(args.batch_size, device=device)
     times = [now()]
-    with torch.no_grad(), script.autocast(args, device):
-        bare_generate(policy)
+    with torch.no_grad():
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            bare_generate(policy)
         times.append(now())
-        for _, mb in script.micro_batches(rollout, everything, args.micro_batch_size):
-            logprobs_of(policy, mb)
+        for _, mb, _ in script.micro_batches(rollout, everything, args.micro_batch_size):
             logprobs_of(reference, mb)
     times.append(now())
     for minibatch in torch.randperm(args.batch_size, device=device).chunk(args.num_minibatches):
-        for _, mb in script.micro_batches(rollout, minibatch, args.micro_batch_size):
-            with script.autocast(args, device):
-                logprobs = logprobs_of(policy, mb)
-            logprobs.masked_fill(~mb["response_mask"], 0.0).sum().backward()
+        for _, mb, _ in script.micro_batches(rollout, minibatch, args.micro_batch_size):
+            logprobs_of(policy, mb).masked_fill(~mb["response_mask"], 0.0).sum().backward()
         policy.zero_grad()
     times.append(now())
     return {name: b - a for name, a, b in zip(("rollout", "logprobs", "update"), times, times[1:])}
 
 
-def noted_append_lines(path, lines, append_lines=script.append_lines):
-    """The last thing that an iteration does, but for looking at its metrics: metrics.jsonl, then samples.jsonl."""
-    append_lines(path, lines)
-    if path.name == "samples.jsonl":
-        if marks and seen:
-            line = {"seconds": now() - marks[-1], "phases": bare_calls()}
-            line["bare"] = sum(line["phases"].values())
-            print(json.dumps(line), flush=True)
-        marks.append(now())
+def noted_log(*arguments, log=script.log):
+    """The last thing that an iteration does."""
+    log(*arguments)
+    if marks:
+        line = {"seconds": now() - marks[-1], "phases": bare_calls()}
+        line["bare"] = sum(line["phases"].values())
+        print(json.dumps(line), flush=True)
+    marks.append(now())
 
 
-script.load_policy, script.generate, script.append_lines = noted_load_policy, noted_generate, noted_append_lines
+script.load, script.generate, script.log = noted_load, noted_generate, noted_log
 script.main(args)

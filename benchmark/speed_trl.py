@@ -19,11 +19,17 @@ use_cuda = torch.cuda.is_available() and work["device"] == "cuda"
 
 
 def exact_answer(completions, answer, **columns):
-    return [1.0 if re.search(rf"answer\s+{re.escape(str(a))}\s*$", c) else -1.0 for c, a in zip(completions, answer)]
+    return [
+        1.0 if re.search(rf"answer\s+{re.escape(str(a))}\s*$", c) else 0.0
+        for c, a in zip(completions, answer)
+    ]
 
 
 class Clock(transformers.TrainerCallback):
-    """Tells when each iteration (a rollout with its optimizer steps) ended; its log comes after its last step."""
+    """Tells when each iteration (a rollout with its optimizer steps) ended. Only the step that generates logs a
+    length, which is the first of an iteration."""
+
+    length = None
 
     def on_step_end(self, args, state, control, **kwargs):
         if use_cuda:
@@ -31,10 +37,10 @@ class Clock(transformers.TrainerCallback):
         self.time = time.time()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        length = (logs or {}).get("completions/mean_length")
-        if length is not None and state.global_step % work["steps"] == 0:
+        self.length = (logs or {}).get("completions/mean_length", self.length)
+        if "train_runtime" not in (logs or {}) and state.global_step % work["steps"] == 0:
             memory = torch.cuda.max_memory_allocated() / 2**30 if use_cuda else None
-            print(json.dumps({"time": self.time, "length": length, "gpu": memory}), flush=True)
+            print(json.dumps({"time": self.time, "length": self.length, "gpu": memory}), flush=True)
 
 
 config, trainer = {

@@ -21,13 +21,17 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = ["pass_rate", "score", "kl", "response_length", "entropy", "grad_norm", "ratio_deviation"]
+sys.path.insert(0, str(ROOT / "tools"))
+from sync import policy_scripts  # noqa: E402
+
+POLICY_SCRIPTS = tuple(policy_scripts())
+KEYS = ["score", "kl", "response_length", "entropy", "grad_norm"]
 GROUPS = ["2-5", "6", "8"]
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax")
+    scripts: tuple[str, ...] = POLICY_SCRIPTS
     """Which scripts, by name."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Which seeds."""
@@ -51,17 +55,25 @@ def processor() -> str:
 def train(script: str, seed: int, flags: str) -> dict:
     """One run: its curves, its held-out results before and after, and its seconds from start to exit."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, str(ROOT / f"{script}.py"), "--seed", str(seed), "--runs_dir", runs, *flags.split()]
+        command = [
+            sys.executable,
+            str(ROOT / f"{script}.py"),
+            "--seed",
+            str(seed),
+            "--run_dir",
+            f"{runs}/run",
+            *flags.split(),
+        ]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
-        (metrics,) = Path(runs).glob("*/metrics.jsonl")
+        metrics = Path(runs, "run", "metrics.jsonl")
         lines = [json.loads(line) for line in metrics.open()]
     curves = {key: [round(line[key], 6) for line in lines if key in line] for key in KEYS}
     held_out = {
-        str(line["iteration"]): {group: round(line[f"eval/pass_rate/{group}"], 4) for group in GROUPS}
+        str(line["iteration"]): {group: round(line[f"eval/score/{group}"], 4) for group in GROUPS}
         for line in lines
-        if f"eval/pass_rate/{GROUPS[0]}" in line
+        if f"eval/score/{GROUPS[0]}" in line
     }
     return {"script": script, "seed": seed, "seconds": round(seconds, 1), "held_out": held_out, **curves}
 
@@ -81,7 +93,7 @@ def table(results: dict) -> str:
         before, *_, after = run["held_out"].values()
         greedy = " | ".join(f"{before[group]:.2f} → {after[group]:.2f}" for group in GROUPS)
         lines.append(
-            f"| `{run['script']}.py` | {run['seed']} | {run['pass_rate'][0]:.2f} / {last(run['pass_rate']):.3f} "
+            f"| `{run['script']}.py` | {run['seed']} | {run['score'][0]:.2f} / {last(run['score']):.3f} "
             f"| {run['response_length'][0]:.1f} / {last(run['response_length']):.1f} | {greedy} "
             f"| {last(run['kl']):.2f} | {run['seconds']:.0f} |"
         )
@@ -106,10 +118,12 @@ def summary(results: dict) -> str:
         after = [list(run["held_out"].values())[-1] for run in runs]
         length = f"{sum(run['response_length'][0] for run in runs) / len(runs):.1f} → "
         length += f"{sum(last(run['response_length']) for run in runs) / len(runs):.1f}"
-        first, end = [run["pass_rate"][0] for run in runs], [last(run["pass_rate"]) for run in runs]
+        first, end = [run["score"][0] for run in runs], [last(run["score"]) for run in runs]
         greedy = " | ".join(show([held_out[group] for held_out in after], 2) for group in GROUPS)
         seconds = show([run["seconds"] for run in runs], 0)
-        lines.append(f"| `{script}.py` | {show(first, 2)} | {show(end, 3)} | {length} | {greedy} | {seconds} |")
+        lines.append(
+            f"| `{script}.py` | {show(first, 2)} | {show(end, 3)} | {length} | {greedy} | {seconds} |"
+        )
     before = next(iter(results["runs"][0]["held_out"].values()))
     greedy = ", ".join(f"{before[group]:.3f} on {group}" for group in GROUPS)
     lines += ["", f"Greedy accuracy before training: {greedy}."]
@@ -123,7 +137,7 @@ def draw(results: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = {
-        "pass_rate": "sampled accuracy, training chains",
+        "score": "sampled accuracy, training chains",
         "response_length": "response length",
         "kl": "KL to the start",
     }
@@ -131,11 +145,15 @@ def draw(results: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
     for axis, (key, title) in zip(axes, panels.items()):
         for color, script in enumerate(scripts):
-            curves = list(zip(*(run[key] for run in results["runs"] if run["script"] == script)))  # by iteration
+            curves = list(
+                zip(*(run[key] for run in results["runs"] if run["script"] == script))
+            )  # by iteration
             iterations = range(1, len(curves) + 1)
             mean = [sum(values) / len(values) for values in curves]
             axis.plot(iterations, mean, color=f"C{color}", linewidth=1.5, label=script)
-            axis.fill_between(iterations, list(map(min, curves)), list(map(max, curves)), color=f"C{color}", alpha=0.12)
+            axis.fill_between(
+                iterations, list(map(min, curves)), list(map(max, curves)), color=f"C{color}", alpha=0.12
+            )
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration")
         axis.grid(alpha=0.25)

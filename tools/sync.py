@@ -4,7 +4,7 @@
     python tools/sync.py --diff grpo rloo     make diff A=grpo B=rloo
 
 The skeleton is everything but the docstring and the estimator block. Most scripts have grpo.py's to the letter; those
-in INSERTS have a few lines more, and a three-way merge keeps these. Its base is the last version of grpo.py with which
+in INSERTS have a few lines more, and a three-way merge keeps these. Its base is the last skeleton with which
 the script agreed, committed or not. If an edit does not merge, the script is named, nothing is written to any, and the
 exit code is 1.
 """
@@ -91,8 +91,9 @@ def merge(mine: str, before: str, after: str) -> str | None:
 
 
 def history(root: Path):
-    """grpo.py as it is, and as it was in each commit that changed it, newest first."""
+    """The skeleton newest first: grpo.py's, the siblings' since the last sync, grpo.py's in each commit."""
     yield (root / "grpo.py").read_text()
+    yield from ((root / f"{name}.py").read_text() for name in policy_scripts(root) if not INSERTS.get(name))
     log = ["git", "log", "--format=%H", "--", "grpo.py"]
     for commit in subprocess.run(log, cwd=root, capture_output=True, text=True).stdout.split():
         show = ["git", "show", f"{commit}:grpo.py"]
