@@ -51,21 +51,23 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 LOGS = "metrics.jsonl", "samples.jsonl"
-MAX_LOGITS = 2**26  # made at a time: 256 MiB in float32, whatever the batch and the vocabulary
+MAX_LOGITS = 2**26  # computed at a time by token_logprobs: 256 MiB in float32
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # of the order of the prompts and of every token sampled
+    seed: int = 1  # for the order of the prompts, sampling and minibatches
     # cpu, cuda, mps, ...; by default the accelerator that torch finds
     device: str = str(torch.accelerator.current_accelerator(True) or "cpu")
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights and AdamW stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # policy to start from, and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/train.jsonl"  # hub id, folder, .jsonl, .parquet; column prompt: text or chat messages
+    dataset: str = "toy/train.jsonl"  # hub id, folder, .jsonl, .parquet with `prompt`: text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts, in groups by a column group; the toy has its own
+    eval_dataset: str | None = (
+        None  # held-out prompts; a column `group` splits the result; the toy has its own
+    )
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
@@ -75,22 +77,24 @@ class Args:
     # Reward
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
-    answer_marker: str = "answer"  # exact_answer compares what stands behind the last one with column answer
+    answer_marker: str = "answer"  # exact_answer compares the text after its last occurrence with `answer`
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
     reward_scale: float = 1.0  # factor of the score, after the penalty
-    reward_zscore: bool = False  # then scores to mean 0, std 1 over the rollout of all ranks
-    reward_clip: float | None = None  # c: at last scores are clipped to [-c, c]
+    reward_zscore: bool = False  # normalize scores to mean 0, std 1 over the rollout of all ranks
+    reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on each rank: memory only, same results
-    learning_rate: float = 2e-4  # of AdamW, at its peak
+    micro_batch_size: int = 64  # responses per forward pass of scoring and update, on each rank: memory only
+    learning_rate: float = 2e-4  # peak learning rate of AdamW
     lr_schedule: str = "constant_with_warmup"  # or linear, cosine: transformers.get_scheduler's names
     warmup_iterations: int = 0  # the learning rate rises linearly over these
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
     # Run
-    run_dir: str | None = None  # given again, the same command goes on; None: runs/<name>__<seed>__<time>
-    eval_every: int = 40  # iterations between evaluations, which come first and last too; 0: none
+    run_dir: str | None = (
+        None  # the same command goes on with the run in it; None: a new runs/<name>__<seed>__...
+    )
+    eval_every: int = 40  # iterations between evaluations; also before the first and after the last; 0: none
     log_every: int = 10  # iterations between printed lines with samples; metrics.jsonl has every iteration
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only that
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
@@ -132,8 +136,7 @@ def compute_advantages(args, rollout):
         advantage = torch.where(mask[:, t], delta + args.gae_lambda * advantage, advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = advantage
-    returns = (advantages + values).masked_fill(~mask, 0.0)
-    return {"advantages": whiten(advantages, mask).detach(), "returns": returns}
+    return {"advantages": whiten(advantages, mask).detach(), "returns": (advantages + values) * mask}
 
 
 def policy_loss(args, mb, logprobs, num_sequences, num_tokens):
@@ -170,8 +173,9 @@ def critic_values(critic, sequences, attention_mask, response_length):
 def load_critic(args, tokenizer, device):
     """The reward model where it reads the policy's tokens, else the policy with a new head that gives 0."""
     if args.reward != "exact_answer" and ".py:" not in args.reward:
-        auto_class = transformers.AutoModelForSequenceClassification
-        model, its_tokenizer = load(args, auto_class, "reward", args.reward, device)
+        model, its_tokenizer = load(
+            args, transformers.AutoModelForSequenceClassification, "reward", args.reward, device
+        )
         if tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
             return torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": model.score})
     model, _ = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
@@ -197,12 +201,12 @@ def generate(model, tokenizer, prompts, args, greedy=False):
 
     Returns sequences and attention_mask (B, P+T), prompts left-padded; response_mask (B, T) bool, true up to
     the first EOS and on it; logprobs and entropy (B, T), 0 on padding; truncated (B,) bool: no EOS came.
-    A loop of our own, so that no generation config bends the distribution. Each distinct prompt is read once.
-    Rows leave the batch when a quarter of it has ended, so that a long tail costs only what still runs.
+    Our own loop, so that no generation config can change the distribution. Each distinct prompt is read once.
+    Finished rows are dropped once a quarter of the batch has finished, so that a long tail stays cheap.
     """
     device, stop_ids = model.device, torch.tensor(eos_ids(model, tokenizer), device=model.device)
     unique = list(dict.fromkeys(map(tuple, prompts)))
-    copies = torch.tensor([unique.index(tuple(ids)) for ids in prompts], device=device)  # (B,)
+    copies = torch.tensor([unique.index(tuple(ids)) for ids in prompts], device=device)  # (B,) rows of unique
     cache = transformers.DynamicCache(config=model.config)
     if args.dtype == "bfloat16":  # rotary embeddings are float32 and would make the cache so
         update = cache.update
@@ -222,7 +226,7 @@ def generate(model, tokenizer, prompts, args, greedy=False):
         for t in range(args.max_response_length):
             all_logprobs = (logits[:, -1].float() / args.temperature).log_softmax(-1)  # (b, V)
             probs = all_logprobs.exp()
-            # torch.multinomial, without its checks that wait for the GPU
+            # The argmax of p / Exp(1) is a draw from p: torch.multinomial without its checks.
             tokens = (probs if greedy else probs / torch.empty_like(probs).exponential_()).argmax(-1)
             responses[rows, t] = tokens  # (b,)
             logprobs[rows, t] = all_logprobs.gather(1, tokens[:, None])[:, 0]
@@ -250,7 +254,7 @@ def generate(model, tokenizer, prompts, args, greedy=False):
 def token_logprobs(model, sequences, attention_mask, response_length, temperature):
     """Log-probs (B, T) of the last T = response_length tokens of sequences (B, P+T), 0 on padding.
 
-    Logits (B, T, V) would be the largest tensor of all: they are made MAX_LOGITS at a time, and made again in
+    Logits (B, T, V) would be the largest tensor of all: they are computed MAX_LOGITS at a time, and again in
     the backward pass.
     """
     decoder = model.get_decoder()
@@ -260,7 +264,7 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
     targets = sequences[:, -response_length:][mask]  # (N,)
 
     def head(hidden, targets):
-        # The model with its decoder's work already done, since some models scale or cap what the head gives.
+        # The model with its decoder stubbed out: lm_head alone would miss the scaling or cap that some have.
         done = type(output)(last_hidden_state=hidden[None])
         with mock.patch.object(decoder, "forward", lambda *args, **kwargs: done):
             logits = model(input_ids=targets[None]).logits[0]  # (n, V)
@@ -274,9 +278,9 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
 
 
 def micro_batches(rollout, rows, size):
-    """Yield at most size rows: (index, part of the rollout, (sequences, attention_mask, response length)).
+    """Yield (index, that part of the rollout, (sequences, attention_mask, response length)), size rows each.
 
-    Tensors of the rollout are (B,), (B, T) or (B, P+T). Rows go by length, each part is cut to its longest.
+    Tensors of the rollout are (B,), (B, T) or (B, P+T). Rows go by length, parts are cut to their longest.
     """
     T = rollout["response_mask"].shape[1]
     P = rollout["sequences"].shape[1] - T
@@ -285,14 +289,14 @@ def micro_batches(rollout, rows, size):
         start = int(rollout["attention_mask"][index].any(0).nonzero()[0])
         end = int(rollout["response_mask"][index].any(0).nonzero()[-1]) + 1
         cut = {T: slice(end), P + T: slice(start, P + end)}
-        mb = {k: x[index] if x.dim() == 1 else x[index, cut[x.shape[1]]] for k, x in rollout.items()}
+        mb = {key: x[index] if x.dim() == 1 else x[index, cut[x.shape[1]]] for key, x in rollout.items()}
         yield index, mb, (mb["sequences"], mb["attention_mask"], end)
 
 
 def optimizer_step(args, model, optimizer, loss):
-    """Sum the gradients of all ranks, clip, step; if they are not finite the run ends and no weight changes.
+    """Sum the gradients over ranks, clip, step: the same on every rank, so that their weights stay equal.
 
-    Returns the norm before the clip, divided by the number of ranks, over which statistics are summed.
+    If loss or norm is not finite, stops before any weight changes. Returns the norm over WORLD_SIZE.
     """
     if dist.is_initialized():
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -317,9 +321,7 @@ def main(args):
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
-    check(
-        eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS; set tokenizer.eos_token and save it"
-    )
+    check(eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS token; save one in its tokenizer")
     reference = load(args, type(policy), "model", args.model, device)[0] if args.kl_coef else None
     num_prompts, local_batch = args.batch_size // args.samples_per_prompt, args.batch_size // WORLD_SIZE
     rows = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
@@ -329,7 +331,7 @@ def main(args):
     eval_reward = load_reward(args, "eval_reward", args.eval_reward, device) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     schedule = args.lr_schedule, optimizer, args.warmup_iterations, args.num_iterations + 1
-    lr_factor = transformers.get_scheduler(*schedule).lr_lambdas[0]  # a function of the iteration, from 1
+    lr_factor = transformers.get_scheduler(*schedule).lr_lambdas[0]  # a function of the iteration: no state
     state = {"policy": policy, "optimizer": optimizer}
 
     # The critic, a model of its own with its own optimizer
@@ -352,7 +354,7 @@ def main(args):
         if done == args.num_iterations:
             break
         iteration, began = done + 1, time.time()
-        torch.manual_seed(hash((args.seed, iteration, RANK)))  # all draws follow from it: no state to resume
+        torch.manual_seed(hash((args.seed, iteration, RANK)))  # of integers: the same in every process
 
         # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each
         epoch, step = divmod(done, len(rows) // num_prompts)
@@ -367,7 +369,7 @@ def main(args):
         raw_scores = score(args, reward, tokenizer, batch, generated)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)
 
-        # 5. Log-probs of the reference; the policy's come from sampling. Their difference is the KL (k1)
+        # 5. Log-probs of the reference; pi_old's come from sampling. kl is their difference, the k1 estimate
         ref_logprobs, all_rows = logprobs.clone(), torch.arange(local_batch, device=device)  # (B, T), (B,)
         for index, _, inputs in micro_batches(rollout, all_rows, args.micro_batch_size) if reference else ():
             with torch.no_grad():
@@ -392,7 +394,7 @@ def main(args):
 
         for _ in range(args.update_epochs):
             for minibatch in torch.randperm(local_batch, device=device).chunk(args.num_minibatches):
-                # Counted over the whole step: neither micro-batches nor ranks change the weight of a token.
+                # Counts of the whole step: neither micro-batches nor ranks change a weight in the loss.
                 num_sequences = len(minibatch) * WORLD_SIZE
                 num_tokens = all_sum(response_mask[minibatch].sum())
                 for _, mb, inputs in micro_batches(rollout, minibatch, args.micro_batch_size):
@@ -424,7 +426,7 @@ def main(args):
         metrics |= {name: float(all_sum(x)) for name, x in stats.items()}
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["tokens_per_second"] = metrics["response_length"] * args.batch_size / (time.time() - began)
-        due = iteration % args.log_every == 0 or began // 60 < time.time() // 60  # once a minute at least
+        due = iteration % args.log_every == 0 or began // 60 < time.time() // 60  # a new minute
         samples = describe(tokenizer, batch, generated, raw_scores) if due else []
         log(run_dir, track, iteration, metrics, samples[:: args.samples_per_prompt][:3])
         due = args.save_every and iteration % args.save_every == 0
@@ -444,10 +446,7 @@ def main(args):
 
 
 def check(condition, message):
-    """Unless the condition holds: one sentence, and exit code 2.
-
-    Rank r waits r seconds before it speaks. If rank 0 says the same, torchrun ends the others meanwhile.
-    """
+    """One sentence and exit code 2 if the condition is false; while a rank waits, rank 0 may have said it."""
     if not condition:
         time.sleep(min(RANK, 5))
         print("error:", " ".join(message.split()), file=sys.stderr)
@@ -462,10 +461,14 @@ def say(text):
 
 def check_args(args):
     """Refuse numbers and sizes that do not work out, before anything is loaded."""
+    positive = (
+        "batch_size max_response_length temperature micro_batch_size max_grad_norm num_minibatches log_every"
+    )
     for name, value in vars(args).items():
-        in_range = not isinstance(value, int | float) or 0 <= value < math.inf
-        check(in_range, f"--{name} {value}: use a number of 0 or more")
-    check(args.temperature > 0, "--temperature 0: use a number above 0, responses are sampled")
+        fits = not isinstance(value, int | float) or (
+            0 <= value < math.inf and (value or name not in positive)
+        )
+        check(fits, f"--{name} {value}: use a finite number above 0, or 0 where that turns something off")
     k, size, steps = args.samples_per_prompt, args.batch_size, args.num_minibatches
     unit, local, least = WORLD_SIZE * k, size // WORLD_SIZE, args.min_samples_per_prompt
     check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
@@ -474,7 +477,7 @@ def check_args(args):
 
 
 def locate(name):
-    """The full path of a file or folder, here or beside the script; a :function may follow. Else the name."""
+    """The absolute path of a file or folder here or beside the script, keeping a :function; else the name."""
     path, colon, function = name.partition(":")
     for folder in (Path("."), Path(__file__).parent):
         if (folder / path).exists():
@@ -484,18 +487,20 @@ def locate(name):
 
 
 def load(args, auto_class, flag, name, device):
-    """A model in eval mode, without dropout, and its tokenizer. Weights are float32, bfloat16 is autocast."""
+    """A model in eval mode, so without dropout, and its tokenizer. Weights are float32."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     path, where = locate(name), f"--{flag} {name}"
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model, info = auto_class.from_pretrained(path, **options)
-    # transformers would train noise without a word: weights that are missing, or a reward model as policy
+        model, info = auto_class.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    # transformers does not refuse missing weights, or a reward model as policy: it makes random weights
     kind, missing, head = str(model.config.architectures), len(info["missing_keys"]), "SequenceClassification"
     right = not missing and (head in kind) == (head in auto_class.__name__)
     check(right, f"{where}: is {kind}, {missing} weights missing; use a whole model of the right kind")
+    # transformers' own checkpointing works in training mode only
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
@@ -534,7 +539,7 @@ def load_rows(args, flag, name, split, model, tokenizer, least=1):
         prompt = row.get("prompt")
         is_text = isinstance(prompt, str)
         check(prompt, f"{where}: row {number} has an empty prompt, or none; fill in the column `prompt`")
-        check(is_text or tokenizer.chat_template, f"{where}: has chats, --model no chat template; use texts")
+        check(is_text or tokenizer.chat_template, f"{where}: has chats, --model no chat template; use text")
         template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
         row["prompt_ids"] = (tokenizer if is_text else template)(prompt)["input_ids"]
     kept = [row for row in rows if 0 < len(row["prompt_ids"]) <= longest]
@@ -548,20 +553,21 @@ def load_rows(args, flag, name, split, model, tokenizer, least=1):
     return kept
 
 
-def exact_answer(marker, completions, answer=(None,), **columns):
-    """1 where what stands behind the last marker, or all if there is none, is the answer, else 0."""
+def exact_answer(marker, /, completions, answer=(None,), **columns):
+    """1 if the text after the last marker (all of it without a marker) equals the answer, else 0."""
     check(None not in answer, "--reward exact_answer: fill in the column `answer` in all rows of the dataset")
     pairs = zip(completions, answer)
     return [float(text.rpartition(marker)[2].strip() == str(right).strip()) for text, right in pairs]
 
 
 def load_reward(args, flag, name, device):
-    """What errors call it, and a function (prompts, completions, truncated, **columns) that gives scores."""
-    where, (path, _, function) = f"--{flag} {name}", locate(name).rpartition(":")
+    """The flag for error messages, and a function (prompts, completions, truncated, **columns) -> scores."""
+    where, (path, _, function) = f"--{flag} {name}", locate(name).partition(":")
     if name == "exact_answer":
         return where, functools.partial(exact_answer, args.answer_marker)
     if path.endswith(".py"):
-        return where, runpy.run_path(path)[function]
+        with explain(where, "use file.py:function"):
+            return where, runpy.run_path(path)[function]
     model, tokenizer = load(args, transformers.AutoModelForSequenceClassification, flag, name, device)
     outputs = model.config.num_labels
     check(outputs == 1, f"{where}: has {outputs} outputs; use a reward model, which has 1")
@@ -569,8 +575,8 @@ def load_reward(args, flag, name, device):
     return where, functools.partial(model_scores, model, tokenizer, args.micro_batch_size)
 
 
-def model_scores(model, tokenizer, size, prompts, completions, truncated, **columns):
-    """A reward model reads text, by its own template and tokenizer, with its EOS where the response ended."""
+def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **columns):
+    """Score text by the reward model's own template and tokenizer, with its EOS where the response ended."""
     template, eos, texts = tokenizer.apply_chat_template, tokenizer.eos_token_id, []
     for prompt, completion, cut in zip(prompts, completions, truncated):
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -591,7 +597,7 @@ def score(args, reward, tokenizer, rows, generated):
     """Scores (B,) of generated responses to the prompts of rows."""
     (where, function), (sequences, _, mask, *_, truncated) = reward, generated
     responses = [ids[kept] for ids, kept in zip(sequences[:, -mask.shape[1] :], mask)]
-    columns = {name: [row[name] for row in rows] for name in rows[0].keys() - {"prompt_ids"}}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns |= {"prompts": columns.pop("prompt"), "truncated": truncated.tolist()}
     columns["completions"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
     with explain(where, "fix it"):
@@ -604,7 +610,7 @@ def score(args, reward, tokenizer, rows, generated):
 def process_scores(args, scores, truncated):
     """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
-    if args.reward_zscore:  # every rank has as many
+    if args.reward_zscore:  # every rank has the same number
         scores = scores - all_sum(scores.mean()) / WORLD_SIZE
         scores = scores / (all_sum(scores.square().mean()) / WORLD_SIZE).sqrt().clamp(min=1e-4)
     return scores if args.reward_clip is None else scores.clamp(-args.reward_clip, args.reward_clip)
@@ -634,7 +640,7 @@ def evaluate(args, policy, tokenizer, reward, rows):
 
 @contextmanager
 def explain(what, remedy):
-    """One sentence where a library's own exception would not name the thing."""
+    """Turn a library's exception, which may not name the thing, into one sentence that does."""
     try:
         yield
     except Exception as error:
@@ -643,22 +649,23 @@ def explain(what, remedy):
 
 @contextmanager
 def replacing(path):
-    """A name beside path for what will replace it, so that path holds the old content or the new, whole."""
+    """Yield a temporary path that then replaces path, so that path is always whole, old or new."""
+    temporary = path.with_suffix(".tmp")
     with explain(path, "make room and give the same command again"):
-        yield path.with_suffix(".tmp")
-        shutil.rmtree(path, ignore_errors=True)  # a folder cannot replace a folder
-        path.with_suffix(".tmp").replace(path)
+        yield temporary
+        temporary.replace(path)
 
 
 def find_run(args):
     """The run folder, its flags, and its checkpoint or None. Refuses flags that would make it another run."""
-    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(args.run_dir or f"runs/{name}")
     file, path = run_dir / "args.json", run_dir / "checkpoint.pt"
     paths = "model dataset eval_dataset reward eval_reward".split()
     flags = {k: locate(v) if v and k in paths else v for k, v in vars(args).items()} | {"ranks": WORLD_SIZE}
     before = json.loads(file.read_text()) if file.exists() else flags
-    free = "run_dir eval_every log_every save_every track".split()
-    free += ["num_iterations"] * (args.lr_schedule == "constant_with_warmup")
+    free = "run_dir eval_every log_every save_every track micro_batch_size gradient_checkpointing".split()
+    free += ["num_iterations"] * (args.lr_schedule == "constant_with_warmup")  # others depend on it
     changed = [
         f"--{k} {v}, was {before.get(k)}" for k, v in flags.items() if v != before.get(k) and k not in free
     ]
@@ -673,6 +680,7 @@ def start_run(args, run_dir, flags, checkpoint):
     with replacing(run_dir / "args.json") as path:
         path.write_text(json.dumps(flags, indent=2))
     shutil.copy(__file__, run_dir)
+    shutil.rmtree(run_dir / "model", ignore_errors=True)  # that of fewer iterations
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
             file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)
@@ -684,8 +692,7 @@ def start_run(args, run_dir, flags, checkpoint):
 
 def log(run_dir, track, iteration, metrics, samples):
     """Add to metrics.jsonl and samples.jsonl, and print both if there are samples; on rank 0."""
-    for path, lines in zip(LOGS, ([metrics], samples)) if RANK == 0 else ():
-        path = run_dir / path
+    for path, lines in zip([run_dir / name for name in LOGS], ([metrics], samples)) if RANK == 0 else ():
         with explain(path, "make room and give the same command again"), open(path, "a") as file:
             file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
     if track:
@@ -699,7 +706,7 @@ def log(run_dir, track, iteration, metrics, samples):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs, written after the logs whose sizes it holds are on the disk."""
+    """All that the next iteration needs; the logs, whose sizes it holds, are put on the disk first."""
     state, sizes = {name: part.state_dict() for name, part in state.items()}, {}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
