@@ -90,9 +90,7 @@ class Args:
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
     # Run
-    run_dir: str | None = (
-        None  # the same command goes on with the run in it; None: a new runs/<name>__<seed>__...
-    )
+    run_dir: str | None = None  # goes on with the run in it; None: a new runs/<name>__<seed>__<time>-<pid>
     eval_every: int = 40  # iterations between evaluations; also before the first and after the last; 0: none
     log_every: int = 10  # iterations between printed lines with samples; metrics.jsonl has every iteration
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only that

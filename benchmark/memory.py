@@ -1,13 +1,13 @@
-"""What each way of saving memory saves: the peak of one forward and backward pass, and bytes of weights and states.
+"""What logits in pieces and recomputed activations save: the peak memory of one forward and backward pass.
 
     python benchmark/memory.py                      on a GPU if there is one (torch's peak), else on CPU (peak RSS)
 
-Every case is a process of its own. Weights and optimizer states are counted. For the passes, on CPU the peak is what
-the process held at most, less what it held before, so weights and imports do not count; on a GPU what torch had
-allocated at most, less what it had before. Random weights.
+Every case is a process of its own. On CPU the peak is what the process held at most, less what it held before,
+so weights and imports do not count; on a GPU what torch had allocated at most, less what it had before.
 Writes results/<name>.json and .md.
 """
 
+import functools
 import json
 import os
 import resource
@@ -32,10 +32,6 @@ CASES = {  # label: (what is measured, options)
     "logits of response tokens, in pieces (the scripts)": ("pass", {"shape": WIDE}),
     "activations kept": ("pass", {"shape": DEEP}),
     "activations recomputed (--gradient_checkpointing)": ("pass", {"shape": DEEP, "checkpointing": True}),
-    "reference model in float32": ("reference", {"shape": QWEN, "dtype": "float32"}),
-    "reference model with --dtype bfloat16": ("reference", {"shape": QWEN, "dtype": "bfloat16"}),
-    "AdamW's state, one rank": ("optimizer", {"shape": QWEN, "ranks": 1}),
-    "AdamW's state, each of 2 ranks, --shard_optimizer": ("optimizer", {"shape": QWEN, "ranks": 2}),
 }
 
 
@@ -47,36 +43,16 @@ class Args:
     """Measure this one case in this process and print its GiB; used by the benchmark itself."""
 
 
-def measure(kind: str, shape: dict, max_logits=None, checkpointing=False, dtype="float32", ranks=1) -> float:
+def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> float:
     """GiB."""
     sys.path.insert(0, str(ROOT))
     import torch
-    import torch.distributed as dist
     import transformers
 
     import grpo
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args = grpo.Args(dtype=dtype, gradient_checkpointing=checkpointing, shard_optimizer=ranks > 1)
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)).to(device).eval()
-    if kind == "reference":
-        grpo.freeze(args, model)
-        return sum(x.nbytes for x in model.parameters()) / 2**30
-    if kind == "optimizer":
-        rank = int(os.environ.get("RANK", 0))
-        if ranks > 1:
-            dist.init_process_group("gloo")
-        optimizer = grpo.make_optimizer(args, model, 1e-6, ranks)
-        for x in model.parameters():
-            x.grad = torch.zeros_like(x)
-        optimizer.step()
-        state = (optimizer.optim if ranks > 1 else optimizer).state
-        size = torch.tensor([sum(x.nbytes for moments in state.values() for x in moments.values()) / 2**30])
-        if ranks > 1:
-            dist.all_reduce(size, dist.ReduceOp.MAX)
-            dist.destroy_process_group()
-        return float(size) if rank == 0 else 0.0
-
     ids = torch.randint(
         0, shape["vocab_size"], (8, 320), device=device
     )  # 64 tokens of prompt, 256 of response
@@ -84,8 +60,8 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False, dtype=
     if max_logits:
         grpo.MAX_LOGITS = max_logits
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        grpo.checkpoint_layers(model, True)
+        for layer in model.model.layers:  # as grpo.load does
+            layer.forward = functools.partial(grpo.recompute, layer.forward, use_reentrant=False)
     for x in model.parameters():
         x.grad = torch.zeros_like(x)  # there for every optimizer step, however the pass goes
     before = torch.cuda.memory_allocated() if device.type == "cuda" else resident()
@@ -93,7 +69,7 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False, dtype=
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -257:-1]
         logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, -256:, None])
     else:
-        logprobs, _ = grpo.token_logprobs(model, ids, mask, 256, 1.0, with_entropy=False)
+        logprobs = grpo.token_logprobs(model, ids, mask, 256, 1.0)
     logprobs.sum().backward()
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -111,17 +87,8 @@ def main(args: Args) -> None:
         print(f"GiB {measure(kind, **options)}", flush=True)
         return
     results = {}
-    for label, (_, options) in CASES.items():
-        start = [sys.executable]
-        if options.get("ranks", 1) > 1:
-            start += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(options["ranks"]),
-            ]
-        command = [*start, __file__, "--case", label]
+    for label in CASES:
+        command = [sys.executable, __file__, "--case", label]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results[label] = max(
             float(line.split()[1]) for line in output.splitlines() if line.startswith("GiB ")
@@ -141,7 +108,6 @@ def main(args: Args) -> None:
     lines += [
         "one layer of Qwen2.5-0.5B's width, activations with 12 layers of half that width and a small vocabulary."
     ]
-    lines += ["Weights and states: Qwen2.5-0.5B's shape, 494 M parameters."]
     path = ROOT / "benchmark" / "results" / args.name
     path.with_suffix(".json").write_text(json.dumps({"machine": machine, "gib": results}, indent=1) + "\n")
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

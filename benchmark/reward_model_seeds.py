@@ -41,11 +41,11 @@ def train(seed: int, flags: str) -> dict:
     """One run: the last evaluation, and the seconds from start to exit."""
     with tempfile.TemporaryDirectory() as runs:
         script = str(ROOT / "reward_model.py")
-        command = [sys.executable, script, "--seed", str(seed), "--runs_dir", runs, *flags.split()]
+        command = [sys.executable, script, "--seed", str(seed), "--run_dir", f"{runs}/run", *flags.split()]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
-        (metrics,) = Path(runs).glob("*/metrics.jsonl")
+        metrics = Path(runs, "run", "metrics.jsonl")
         last = json.loads(metrics.read_text().splitlines()[-1])
     return {"seed": seed, "seconds": round(seconds, 1)} | {name: round(last[name], 4) for name in COLUMNS}
 

@@ -24,22 +24,19 @@ from toy_seeds import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-SAMPLER = "tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)"
-VARIANTS = {  # label: (phase that it changes, the line as it is, what it becomes)
+SAMPLER = "tokens = (probs if greedy else probs / torch.empty_like(probs).exponential_()).argmax(-1)"
+ONCE = """    unique = list(dict.fromkeys(map(tuple, prompts)))
+    copies = torch.tensor([unique.index(tuple(ids)) for ids in prompts], device=device)"""
+LEAVE = "len(left) <= 0.75 * len(rows)"
+VARIANTS = {  # label: (phase that it changes, the lines as they are, what they become)
     "as it is": ("", "", ""),
-    "rows never leave": ("rollout", "num_running <= 0.75 * len(rows)", "False"),
-    "rows leave when half have finished": (
+    "rows never leave": ("rollout", LEAVE, "False"),
+    "rows leave one by one": ("rollout", LEAVE, "len(left) < len(rows)"),
+    "each response reads its prompt": (
         "rollout",
-        "num_running <= 0.75 * len(rows)",
-        "num_running <= 0.5 * len(rows)",
+        ONCE,
+        "    unique, copies = prompts, torch.arange(len(prompts), device=device)",
     ),
-    "rows leave one by one": ("rollout", "num_running <= 0.75 * len(rows)", "num_running < len(rows)"),
-    "batch stepped down in powers of two": (
-        "rollout",
-        "num_running <= 0.75 * len(rows)",
-        "num_running <= 2 ** (len(rows) - 1).bit_length() // 2",
-    ),
-    "each response reads its prompt": ("rollout", "left_pad([[*ids] for ids in numbers]", "left_pad(prompts"),
     "torch.multinomial": ("rollout", SAMPLER, "tokens = torch.multinomial(probs, 1)[:, 0]"),
     "rows in random order": (
         "update",
@@ -65,14 +62,14 @@ def variant(old: str, new: str):
     source = (ROOT / "grpo.py").read_text()
     assert not old or source.count(old) == 1, old
     source = source.replace(old, new) if old else source
-    if new == "left_pad(prompts":
-        once = "copies = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts]"
-        assert once in source
-        source = source.replace(once, "copies = [*range(len(prompts))]")
     # The same lengths for all: with rows leaving at other times, the same seed would draw others.
-    stop = "running & ~torch.isin(tokens, stop_ids)"
-    assert stop in source
-    source = source.replace(stop, "running & (t + 1 < LENGTHS[rows]) & ~torch.isin(tokens, stop_ids - 10**9)")
+    changes = {
+        "running &= ~torch.isin(tokens, stop_ids)": "running &= t + 1 < LENGTHS[rows]",
+        "ends = torch.isin(responses, stop_ids)": "ends = torch.arange(t + 1, device=device) + 1 == LENGTHS[:, None]",
+    }
+    for line, changed in changes.items():
+        assert source.count(line) == 1, line
+        source = source.replace(line, changed)
     module = types.ModuleType("variant")
     module.__file__ = str(ROOT / "grpo.py")
     sys.modules["variant"] = module
@@ -93,13 +90,13 @@ def main(args: Args) -> None:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    flags = {name: work[name] for name in ("batch_size", "micro_batch_size", "max_response_length")}
+    flags = grpo.Args(**flags, dtype="bfloat16" if args.device == "cuda" else "float32")
     with tempfile.TemporaryDirectory() as folder:
         (make_gpu if args.device == "cuda" else make_tail)(Path(folder))
         tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
-        policy = grpo.load_policy(f"{folder}/model", "model", device)
+        policy, _ = grpo.load(flags, transformers.AutoModelForCausalLM, "model", f"{folder}/model", device)
         prompts = [json.loads(line)["prompt"] for line in Path(folder, "prompts.jsonl").open()]
-    flags = {name: work[name] for name in ("batch_size", "micro_batch_size", "max_response_length")}
-    flags = grpo.Args(**flags, dtype="bfloat16" if args.device == "cuda" else "float32")
     modules = {label: variant(old, new) for label, (_, old, new) in VARIANTS.items()}
     seconds = {label: {"rollout": [], "update": []} for label in [*VARIANTS, "transformers' generate"]}
     lengths = []
@@ -112,22 +109,18 @@ def main(args: Args) -> None:
             script.LENGTHS = drawn
             torch.manual_seed(repeat)
             start = now()
-            with script.autocast(flags, device):
-                generated = script.generate(policy, tokenizer, mine, flags)
+            generated = script.generate(policy, tokenizer, [tokenizer(x)["input_ids"] for x in mine], flags)
             if repeat:
                 seconds[label]["rollout"].append(now() - start)
             if label == "as it is":
                 lengths.append(generated[2].sum(1).float())
             if VARIANTS[label][0] == "rollout":
                 continue
-            rollout = dict(zip(("sequences", "attention_mask", "response_mask"), generated, strict=True))
+            rollout = dict(zip(("sequences", "attention_mask", "response_mask"), generated))
             start = now()
             everything = torch.arange(len(mine), device=device)
-            for _, mb in script.micro_batches(rollout, everything, flags.micro_batch_size):
-                inputs = mb["sequences"], mb["attention_mask"], mb["response_mask"].shape[1], 1.0
-                with script.autocast(flags, device):
-                    logprobs, _ = script.token_logprobs(policy, *inputs)
-                logprobs.sum().backward()
+            for _, _, inputs in script.micro_batches(rollout, everything, flags.micro_batch_size):
+                script.token_logprobs(policy, *inputs, 1.0).sum().backward()
             policy.zero_grad()
             if repeat:
                 seconds[label]["update"].append(now() - start)
@@ -148,7 +141,7 @@ def main(args: Args) -> None:
         }
         options |= {"stopping_criteria": [Drawn()], "pad_token_id": 0}
         start = now()
-        with script.autocast(flags, device), torch.no_grad():
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.device == "cuda"), torch.no_grad():
             policy.generate(**ids, **options)
         if repeat:
             seconds["transformers' generate"]["rollout"].append(now() - start)

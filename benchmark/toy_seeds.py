@@ -1,8 +1,8 @@
 """Run the policy scripts on the toy over several seeds, and draw and tabulate what they reached.
 
-    python benchmark/toy_seeds.py                          everything: about a minute a seed and script on two cores
+    python benchmark/toy_seeds.py                          everything: some ten minutes on two cores
     python benchmark/toy_seeds.py --no_run                 only draws and tabulates the committed results again
-    python benchmark/toy_seeds.py --flags "--kl_coef 0"    other settings, to a file of another --name
+    python benchmark/toy_seeds.py --flags="--kl_coef 0"    other settings, to a file of another --name
 
 Writes results/<name>.json (every curve, with command, machine and versions), results/<name>.md and docs/<name>.png.
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Args:
     """Which seeds."""
     flags: str = ""
     """Flags for every script, beside --seed."""
+    workers: int = os.cpu_count() or 1
+    """Runs at a time, each with one thread."""
     name: str = "toy_seeds"
     """Name of the result files."""
     run: bool = True
@@ -65,7 +68,8 @@ def train(script: str, seed: int, flags: str) -> dict:
             *flags.split(),
         ]
         start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
         seconds = time.perf_counter() - start
         metrics = Path(runs, "run", "metrics.jsonl")
         lines = [json.loads(line) for line in metrics.open()]
@@ -169,14 +173,14 @@ def main(args: Args) -> None:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         made = {
             "command": " ".join(["python benchmark/toy_seeds.py", *sys.argv[1:]]),
-            "machine": f"{os.cpu_count()} cores, {processor()}",
+            "machine": f"{os.cpu_count()} cores, {processor()}, {args.workers} runs at a time with a thread each",
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         }
-        runs = []
-        for script in args.scripts:
-            for seed in args.seeds:
-                runs.append(train(script, seed, args.flags))
-                print(script, seed, f"{runs[-1]['seconds']} s", runs[-1]["held_out"], flush=True)
+        runs, cells = [], [(script, seed, args.flags) for script in args.scripts for seed in args.seeds]
+        with ThreadPoolExecutor(args.workers) as pool:
+            for run in pool.map(lambda cell: train(*cell), cells):
+                runs.append(run)
+                print(run["script"], run["seed"], f"{run['seconds']} s", run["held_out"], flush=True)
         text = ",\n".join(json.dumps(run) for run in runs)
         results_path.write_text(f'{{"made": {json.dumps(made)},\n"runs": [\n{text}\n]}}\n')
     results = json.loads(results_path.read_text())

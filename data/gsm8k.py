@@ -1,13 +1,12 @@
-"""GSM8K as the scripts take it: prompts as chats (or texts), and the number behind #### as the answer.
+"""GSM8K as the scripts take it: prompts as chats (or texts), the number behind #### as answer, and a reward.
 
     python data/gsm8k.py                    openai/gsm8k from the hub to data/gsm8k/train.jsonl and test.jsonl
+    python grpo.py --dataset data/gsm8k/train.jsonl --reward data/gsm8k.py:reward ...      see docs/recipes.md
 
-The hub's columns are `question` and `answer`, a whole solution that ends in "#### 42". Trains with --reward
-exact_answer --answer_marker "####", or with --marker "\\boxed{" here and there.
+The hub's columns are `question` and `answer`, a whole solution that ends in "#### 42".
 """
 
 import json
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,30 +23,40 @@ class Args:
     """The dataset's configuration."""
     folder: Path = Path(__file__).parent / "gsm8k"
     """Where train.jsonl and test.jsonl go."""
-    marker: str = "####"
-    """What the model is asked to put before its answer; a { or a <tag> is closed behind it."""
     text: bool = False
     """Prompts as one text for base models, and not as chat messages."""
 
 
-def make_row(row: dict, marker: str, text: bool) -> dict:
-    tag = re.fullmatch(r"<(\w+)>", marker)  # as the scripts' find_answer has it
-    close = f"</{tag[1]}>" if tag else "}" if marker.endswith("{") else ""
-    space = "" if close else " "
-    task = f"Think step by step. End with the answer, a number: {marker}{space}42{close}"
+def make_row(row: dict, text: bool) -> dict:
+    task = "Think step by step. End with the answer, a number: #### 42"
     question, answer = row["question"].strip(), row["answer"].rpartition("####")[2].strip()
     chat = [{"role": "user", "content": f"{question}\n\n{task}"}]
     return {"prompt": f"Question: {question}\n{task}\nAnswer:" if text else chat, "answer": answer}
 
 
+def as_number(text: str) -> float | None:
+    """The number that a text is, with or without commas and a dollar sign; None if it is none."""
+    try:
+        return float(text.strip().lstrip("$").rstrip(".").replace(",", ""))
+    except ValueError:
+        return None
+
+
+def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
+    """1 where the number behind the last #### is the answer, else 0."""
+    said = [as_number(text.rpartition("####")[2]) if "####" in text else None for text in completions]
+    return [float(x is not None and x == as_number(right)) for x, right in zip(said, answer)]
+
+
 def main(args: Args) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
-        with tempfile.TemporaryDirectory() as fresh:  # the cache would take a folder for an older one of its name
+        # a fresh cache, since the usual one would take a folder for an older one of its name
+        with tempfile.TemporaryDirectory() as fresh:
             cache = {"cache_dir": fresh} if Path(args.source).is_dir() else {}
             rows = datasets.load_dataset(args.source, args.config, split=split, **cache).to_list()
         path = args.folder / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(make_row(row, args.marker, args.text)) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(make_row(row, args.text)) + "\n" for row in rows))
         print(f"{path}: {len(rows)} prompts")
 
 

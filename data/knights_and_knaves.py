@@ -1,15 +1,15 @@
 """Knights and Knaves: puzzles with one solution each, proven by search, and the reward for solving them.
 
-On an island every inhabitant is a knight, who always tells the truth, or a knave, who always lies. Each makes one
-statement about the others or themselves; who is what? REINFORCE++ (arXiv 2501.03262, section 4.2.2) trains on these as
-Logic-RL does (arXiv 2502.14768): the number of people is the difficulty, and 8 people are never trained on.
+On an island every inhabitant is a knight, who always tells the truth, or a knave, who always lies. Each makes
+one statement about the others or themselves; who is what? REINFORCE++ (arXiv 2501.03262, section 4.2.2) has
+these puzzles from Logic-RL (arXiv 2502.14768): the number of people is the difficulty, and 8 people are never
+trained on.
 
-    python data/knights_and_knaves.py                       data/knights_and_knaves/train.jsonl (3-7), test.jsonl (2-8)
-    python grpo.py --reward data/knights_and_knaves.py:reward --max_response_length 2048 ...     see docs/recipes.md
+    python data/knights_and_knaves.py          data/knights_and_knaves/train.jsonl (3-7), test.jsonl (2-8)
+    python grpo.py --reward data/knights_and_knaves.py:reward ...                      see docs/recipes.md
 
-A line has `prompt` (chat messages, or with --text one text), `answer` ("Ann is a knight, Bob is a knave"), which
---reward exact_answer --answer_marker "<answer>" takes to the letter, and `group` ("3 people"). The function reward
-takes the same statements in any order and wording around them.
+A line has `prompt` (chat messages, or with --text one text), `answer` ("Ann is a knight, Bob is a knave") and
+`group` ("3 people"). The function reward takes the statements of the answer in any order.
 """
 
 import itertools
@@ -21,10 +21,13 @@ from pathlib import Path
 
 import tyro
 
-NAMES = "Ann Bob Carol Dave Emma Frank Grace Henry Iris Jack Kate Liam Mia Noah Olive Paul Ruth Sam Tess Victor".split()
-TASK = """An island has two kinds of inhabitants: knights, who always tell the truth, and knaves, who always lie. \
-"Or" means at least one of the two. Think step by step between <think> and </think>. Then give the answer between \
-<answer> and </answer>, in the order in which the people are named, such as: \
+NAMES = (
+    "Ann Bob Carol Dave Emma Frank Grace Henry Iris Jack Kate Liam Mia Noah Olive Paul Ruth Sam Tess Victor"
+)
+NAMES = NAMES.split()
+TASK = """An island has two kinds of inhabitants: knights, who always tell the truth, and knaves, who always \
+lie. "Or" means at least one of the two. Think step by step between <think> and </think>. Then give the \
+answer between <answer> and </answer>, in the order in which the people are named, such as: \
 <answer>Ann is a knight, Bob is a knave</answer>"""
 
 
@@ -47,8 +50,10 @@ class Args:
 
 
 def holds(statement: tuple, knights: tuple[bool, ...]) -> bool:
-    """Whether a statement is true where knights[i] says if person i is a knight. A statement is ("is", person, knight)
-    or (connective, statement, statement)."""
+    """Whether a statement is true where knights[i] says if person i is a knight.
+
+    A statement is ("is", person, knight) or (connective, statement, statement).
+    """
     kind, one, other = statement
     if kind == "is":
         return knights[one] == other
@@ -57,7 +62,7 @@ def holds(statement: tuple, knights: tuple[bool, ...]) -> bool:
 
 
 def solutions(statements: list[tuple]) -> list[tuple[bool, ...]]:
-    """All ways in which everyone can be what they are: person i is a knight if and only if statement i is true."""
+    """All ways in which everyone can be what they are: person i is a knight if and only if statement i is."""
     ways = itertools.product((False, True), repeat=len(statements))
     return [way for way in ways if all(holds(s, way) == is_knight for s, is_knight in zip(statements, way))]
 
@@ -67,14 +72,19 @@ def words(statement: tuple, names: list[str]) -> str:
     if kind == "is":
         return f"{names[one]} is a {'knight' if other else 'knave'}"
     a, b = words(one, names), words(other, names)
-    return {"and": f"{a} and {b}", "or": f"{a} or {b}", "if": f"if {a} then {b}", "iff": f"{a} if and only if {b}"}[
-        kind
-    ]
+    return {
+        "and": f"{a} and {b}",
+        "or": f"{a} or {b}",
+        "if": f"if {a} then {b}",
+        "iff": f"{a} if and only if {b}",
+    }[kind]
 
 
 def make_statement(speaker: int, count: int, rng: random.Random) -> tuple:
-    """About one person or two, never only about the speaker: "I am a knight" tells nothing, "I am a knave" nobody can
-    say."""
+    """About one person or two, never only about the speaker.
+
+    "I am a knight" tells nothing, "I am a knave" nobody can say.
+    """
     kind = rng.choice(["is", "is", "and", "or", "if", "iff"])
     others = [person for person in range(count) if person != speaker]
     one = ("is", rng.choice(others), rng.random() < 0.5)
@@ -99,7 +109,11 @@ def make_row(count: int, rng: random.Random, text: bool) -> dict:
     puzzle = f"You meet {count} inhabitants: {', '.join(names[:-1])} and {names[-1]}. {said} Who is what?"
     prompt = [{"role": "system", "content": TASK}, {"role": "user", "content": puzzle}]
     answer = ", ".join(f"{name} is a {'knight' if x else 'knave'}" for name, x in zip(names, solution))
-    return {"prompt": f"{TASK}\n\n{puzzle}\n" if text else prompt, "answer": answer, "group": f"{count} people"}
+    return {
+        "prompt": f"{TASK}\n\n{puzzle}\n" if text else prompt,
+        "answer": answer,
+        "group": f"{count} people",
+    }
 
 
 def who_is_what(text: str) -> dict[str, set[str]]:
@@ -111,12 +125,11 @@ def who_is_what(text: str) -> dict[str, set[str]]:
 
 
 def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """1 where what stands in the last <answer>...</answer> says of everyone, and of nobody else, what they are; else
-    -1, as the paper has it."""
+    """1 where the last <answer>...</answer> says of everyone, and of nobody else, what they are; else 0."""
     scores = []
     for text, expected in zip(completions, answer):
         said = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
-        scores.append(1.0 if said and who_is_what(said[-1]) == who_is_what(expected) else -1.0)
+        scores.append(float(bool(said) and who_is_what(said[-1]) == who_is_what(expected)))
     return scores
 
 
@@ -133,7 +146,8 @@ def main(args: Args) -> None:
                         row = make_row(count, rng, args.text)
                     seen.add(str(row["prompt"]))
                     file.write(json.dumps(row) + "\n")
-        print(f"{args.folder / name}.jsonl: {puzzles} puzzles each of {', '.join(map(str, difficulties))} people")
+        people = ", ".join(map(str, difficulties))
+        print(f"{args.folder / name}.jsonl: {puzzles} puzzles each of {people} people")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fixtures: the scripts as modules, small models and tokenizers built on the spot, a way to run under torchrun."""
+"""Fixtures: the scripts as modules, small models built on the spot, a way to run under torchrun."""
 
 import importlib
 import json
@@ -97,9 +97,14 @@ def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subp
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run(
-        [*start, *map(str, command)], capture_output=True, text=True, timeout=300, **options
-    )
+    command, pipe = [*start, *map(str, command)], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
+    try:
+        output = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a kill would leave the ranks that torchrun started
+        output = process.communicate()
+    result = subprocess.CompletedProcess(command, process.returncode, *output)
     if check and result.returncode != 0:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result

@@ -1,12 +1,19 @@
-"""Run a script's own main with a fixed rollout, and keep what its optimizer sees: gradients, advantages, parameters.
+"""Run scripts' own main on a fixed rollout, or a sampled one, and keep what its optimizer sees.
 
-    driver.py OUT SCRIPT DTYPE [flags]         one file OUT.<rank>.pt for each rank
+    driver.py OUT CASES.json     one process, or as many as torchrun starts: a file OUT.<rank>.pt for each
 
-Only generation is replaced, by responses that follow from the prompt alone and are of uneven length, so that one rank
-and two see the same batch. Everything behind it is the script's own: scores, KL, advantages, denominators, no_sync.
+CASES.json is a list of {"key": any, "script": "grpo", "dtype": "float64", "sample": false, "flags": [...]}.
+All run in one process group. Of main only generation is replaced, by responses that follow from the prompt
+alone and are of uneven length, so that any number of ranks sees the same batch; scores, KL, advantages and
+denominators are the script's own.
 """
 
+import copy
+import datetime
+import functools
+import hashlib
 import importlib
+import json
 import os
 import sys
 from itertools import pairwise
@@ -14,6 +21,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,69 +33,131 @@ def reward(completions, prompts, **columns):
     return [len(text.split()) * 0.37 - len(prompt) * 0.11 for prompt, text in zip(prompts, completions)]
 
 
-def fixed_response(tokenizer, ids: list[int], copy: int) -> list[int]:
-    """A guess, or the beginning of a worked-out answer with slips, cut so that lengths are uneven: 3 to 12 tokens."""
+def fixed_response(tokenizer, ids: list[int], number: int) -> list[int]:
+    """A guess, or the beginning of a worked-out answer with slips, of 3 to 12 tokens."""
     numbers = [id - 3 for id in ids[::2]]
-    text = f"answer {(sum(numbers) + copy) % 10}"
-    if (sum(ids) + copy) % 2:
-        steps = [f"{b} = {(a + b + copy) % 10}" for a, b in pairwise(numbers)]
+    text = f"answer {(sum(numbers) + number) % 10}"
+    if (sum(ids) + number) % 2:
+        steps = [f"{b} = {(a + b + number) % 10}" for a, b in pairwise(numbers)]
         text = f"think {numbers[0]} + " + " + ".join(steps) + f" {text}"
     response = [*tokenizer(text)["input_ids"], 1]
-    return response[: 4 + (sum(ids) * 3 + copy * 5) % 9]
+    return response[: 4 + (sum(ids) * 3 + number * 5) % 9]
 
 
-def fixed_generate(model, tokenizer, prompts, args, greedy=False):
-    copies = [prompts[:i].count(ids) for i, ids in enumerate(prompts)]
-    responses = [fixed_response(tokenizer, ids, 0 if greedy else copy + 1) for ids, copy in zip(prompts, copies)]
+def fixed_generate(script, model, tokenizer, prompts, args, greedy=False):
+    """What script.generate gives. The log-probs are a little off the policy's, so that ratios are not 1."""
+    copies = [0 if greedy else 1 + prompts[:i].count(ids) for i, ids in enumerate(prompts)]
+    responses = [fixed_response(tokenizer, *pair) for pair in zip(prompts, copies)]
     P, T = max(map(len, prompts)), max(map(len, responses))
-    sequences, mask = torch.zeros(len(prompts), P + T, dtype=torch.long), torch.zeros(len(prompts), P + T).long()
+    sequences, attention_mask = torch.zeros(2, len(prompts), P + T, dtype=torch.long)
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
         sequences[i, P - len(prompt) : P + len(response)] = torch.tensor(prompt + response)
-        mask[i, P - len(prompt) : P + len(response)] = 1
-    return sequences, mask, mask[:, P:].bool()
+        attention_mask[i, P - len(prompt) : P + len(response)] = 1
+    mask = attention_mask[:, P:].bool()
+    with torch.no_grad():
+        logprobs = script.token_logprobs(model, sequences, attention_mask, T, args.temperature)
+    noise = (sequences[:, P:] * torch.arange(1, T + 1)).to(logprobs.dtype).mul(7.1).sin() * 0.3 * mask
+    ended = torch.tensor([response[-1] == 1 for response in responses])
+    return sequences, attention_mask, mask, logprobs + noise, noise.abs(), ~ended
 
 
-def record(script, dtype: str, *flags: str, sample: bool = False) -> dict:
-    """Run script.main(flags) and return what its optimizer saw; everything patched is put back."""
-    seen = {"gradients": [], "advantages": [], "prompts": []}
-    load_policy, compute_advantages = script.load_policy, script.compute_advantages
-    step, clip = torch.optim.AdamW.step, torch.nn.utils.clip_grad_norm_
+MODELS = {}  # loaded once for all cases
 
-    def recording_clip(parameters, max_norm):
-        parameters = list(parameters)
-        seen["gradients"].append([parameter.grad.clone() for parameter in parameters])
-        return clip(parameters, max_norm)
 
-    def recording_step(optimizer, *args, **kwargs):
-        result = step(optimizer, *args, **kwargs)
-        seen["parameters"] = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-        return result
+def digest(tensors) -> str:
+    return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in tensors)).hexdigest()
+
+
+def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
+    """Run the script's main and return what it did. There is a gradient for each step of an optimizer, and an
+    entry of calls for each call of policy_loss."""
+    seen = {"gradients": [], "calls": [], "prompts": [], "responses": [], "advantages": [], "scores": []}
+    trained = {}
+    load, score, generate, clip = script.load, script.score, script.generate, torch.nn.utils.clip_grad_norm_
+    compute_advantages, policy_loss = script.compute_advantages, script.policy_loss
+
+    def load_copy(args, auto_class, flag, name, device):
+        """With a fixed rollout the reference is another model than the policy, so that their KL is not 0."""
+        name = name if sample or "Auto" in auto_class.__name__ else "toy/base"
+        if name not in MODELS:
+            MODELS[name] = load(args, auto_class, flag, name, device)
+        model, tokenizer = MODELS[name]
+        return copy.deepcopy(model).to(dtype), tokenizer
+
+    def load_critic(args, tokenizer, device):
+        critic = original_load_critic(args, tokenizer, device)
+        critic["head"].weight.data.copy_(
+            torch.linspace(-1, 1, critic["head"].in_features)
+        )  # 0 would hide much
+        return critic
+
+    def recording_generate(model, tokenizer, prompts, args, greedy=False):
+        source = generate if sample else functools.partial(fixed_generate, script)
+        generated = source(model, tokenizer, prompts, args, greedy)
+        if not greedy:
+            sequences, mask = generated[0], generated[2]
+            responses = [x[m].tolist() for x, m in zip(sequences[:, -mask.shape[1] :], mask)]
+            seen["prompts"], seen["responses"] = seen["prompts"] + prompts, seen["responses"] + [responses]
+        return generated
 
     def recording_advantages(args, rollout):
         result = compute_advantages(args, rollout)
-        seen["advantages"].append(result["advantages"].clone())
-        seen["prompts"].append(rollout["sequences"].clone())
+        pairs = zip(result["advantages"], rollout["response_mask"])
+        seen["advantages"] += [row[mask].tolist() for row, mask in pairs]
+        names = [name for name in ("scores", "greedy_scores") if name in rollout]
+        seen["scores"] += zip(*(rollout[name].tolist() for name in names))
         return result
 
+    def recording_loss(args, mb, logprobs, num_sequences, num_tokens):
+        mask = mb["response_mask"]
+        deviation = float((logprobs - mb["logprobs"])[mask].detach().exp().sub(1).abs().max())
+        counts = len(mask), int(mask.sum()), int(num_sequences), int(num_tokens)
+        seen["calls"].append((len(seen["gradients"]), counts, deviation))
+        return policy_loss(args, mb, logprobs, num_sequences, num_tokens)
+
+    def recording_clip(parameters, max_norm):
+        parameters = [x for x in parameters if x.grad is not None]
+        seen["gradients"].append(torch.cat([x.grad.flatten() for x in parameters]))
+        trained[id(parameters[0])] = parameters
+        return clip(parameters, max_norm)
+
     with pytest.MonkeyPatch.context() as patch:
-        torch.set_default_dtype(getattr(torch, dtype))
-        if not sample:
-            patch.setattr(script, "generate", fixed_generate)
-        patch.setattr(script, "load_policy", lambda *args: load_policy(*args).to(torch.get_default_dtype()))
-        if hasattr(script, "load_critic"):
-            load_critic = script.load_critic
-            patch.setattr(script, "load_critic", lambda *args: load_critic(*args).to(torch.get_default_dtype()))
+        torch.set_default_dtype(dtype)
+        patch.setattr(script, "load", load_copy)
+        patch.setattr(script, "score", lambda *args: score(*args).to(dtype))
+        patch.setattr(script, "generate", recording_generate)
         patch.setattr(script, "compute_advantages", recording_advantages)
-        patch.setattr(torch.optim.AdamW, "step", recording_step)
+        patch.setattr(script, "policy_loss", recording_loss)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)
-        patch.setattr(sys, "argv", [script.__name__, *map(str, flags)])
-        script.main(script.parse_args())
-    torch.set_default_dtype(torch.float32)
-    return seen
+        patch.setattr(dist, "init_process_group", lambda: None)  # there is one already
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        if hasattr(script, "load_critic"):
+            original_load_critic = script.load_critic
+            patch.setattr(script, "load_critic", load_critic)
+        args = tyro.cli(script.Args, args=flags, use_underscores=True)
+        script.main(args)
+    seen["metrics"] = [json.loads(line) for line in (Path(args.run_dir) / "metrics.jsonl").open()]
+    return seen | {"parameters": [digest(x) for x in trained.values()]}
+
+
+def main(out: str, cases: str) -> None:
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        dist.init_process_group(timeout=datetime.timedelta(seconds=60))
+    results = []
+    for i, case in enumerate(json.loads(Path(cases).read_text())):
+        flags = [*case["flags"], "--run_dir", f"{out}.run{i}"]
+        seen = record(
+            importlib.import_module(case["script"]), getattr(torch, case["dtype"]), flags, case["sample"]
+        )
+        gradients = digest(seen["gradients"])
+        if rank:
+            del seen["gradients"]  # the same as rank 0's, to the last bit
+        results.append(seen | {"key": case["key"], "digest": gradients})
+    torch.save(results, f"{out}.{rank}.pt")
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    out, name, dtype, *flags = sys.argv[1:]
-    sample = "--sample" in flags
-    seen = record(importlib.import_module(name), dtype, *(f for f in flags if f != "--sample"), sample=sample)
-    torch.save(seen, f"{out}.{os.environ.get('RANK', 0)}.pt")
+    main(*sys.argv[1:])

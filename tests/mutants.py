@@ -1,594 +1,744 @@
 """Break the scripts in the ways that such code is known to be broken, and check that a test notices each.
 
-    python tests/mutants.py                 all of them, one after the other, some fifteen minutes on two cores
-    python tests/mutants.py --only kl       those whose name contains kl
+    python tests/mutants.py                           all of them, two at a time
+    python tests/mutants.py --only kl                 those whose name contains kl
+    python tests/mutants.py --tests test_estimators   those that a test file of this name must notice
+    python tests/mutants.py --results FILE            write the outcomes as JSON
 
-A mutant is a copy of the repository in which one line of one script says something else. It must make the tests named
-with it fail. Exit code 1 if one survives.
+A mutant is a copy of the repository in which one place of one script says something else. It must make the
+tests named with it fail. Exit code 1 if one survives.
 """
 
+import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-RPP, SFT, RM = "reinforce_pp.py", "sft.py", "reward_model.py"
-RANKS = "tests/test_ranks.py"
-INVARIANT = f"{RANKS} -k float64-1e-12-0.3-reinforce_pp"
-SIBLINGS = "tests/test_siblings.py"
-RM_TESTS = "tests/test_reward_model.py"
-FAULTS = "tests/test_faults.py"
-MODELS = "tests/test_models.py"
-BRADLEY, CENTRED, PLAIN = (f"{RM_TESTS} -k {name}" for name in ("bradley", "centering", "plain_one"))
+SKIPPED = shutil.ignore_patterns(
+    ".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png"
+)
+GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
+RPP, BASE, SFT, RM = "reinforce_pp.py", "reinforce_pp_baseline.py", "sft.py", "reward_model.py"
+ESTIMATORS, SIBLINGS = "tests/test_estimators.py", "tests/test_siblings.py"
+ROLLOUT, REWARDS, RUNS, BAD = (
+    f"tests/test_{name}.py" for name in ("rollout", "rewards", "runs", "bad_input")
+)
 
-# name, script, the line as it is (a part that occurs once), what it becomes, the tests that must fail
+
+def on(ranks: int, name: str = "grpo") -> str:
+    """The test that a gradient on so many ranks is that of the whole batch."""
+    return f"tests/test_ranks.py -k {ranks}-float64-{name}"
+
+
+SAMPLED, SCORES, DRAWS = (f"tests/test_ranks.py -k '{x} and grpo'" for x in ("apart", "own_score", "draws"))
+FLIP = "rewards.flip(1).cumsum(1).flip(1)"
+LAST = "(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)"
+CLIPPED = "((clipped < unclipped) & mask).to(ratio.dtype).sum() / num_tokens"
+EQUAL = "groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)"
+
+# name, script, what is there (once), what it becomes, the tests that must fail
 MUTANTS = [
-    ("kl sign flipped", RPP, "rewards = -args.kl_coef", "rewards = args.kl_coef", "tests/test_estimator.py"),
-    (
-        "kl leaks from padding",
-        RPP,
-        'rollout["kl"].masked_fill(~mask, 0.0)',
-        'rollout["kl"].nan_to_num(1.0)',
-        "tests/test_estimator.py",
-    ),
+    # the estimators, trap by trap
+    ("kl sign flipped", RPP, "-args.kl_coef * rollout", "args.kl_coef * rollout", ESTIMATORS),
+    ("kl sign flipped in rloo", RLOO, '["scores"] - args.kl_coef', '["scores"] + args.kl_coef', ESTIMATORS),
+    ("kl sign flipped in ppo", PPO, "-args.kl_coef * rollout", "args.kl_coef * rollout", ESTIMATORS),
+    ("k3 upside down", GRPO, "(-d).exp() - 1 + d", "d.exp() - 1 - d", ESTIMATORS),
+    ("k2 of the old policy", BASE, '(logprobs - mb["ref', '(mb["logprobs"] - mb["ref', ESTIMATORS),
+    ("kl leaks from padding", RPP, '"kl"].masked_fill(~mask, 0.0)', '"kl"].nan_to_num(1.0)', ESTIMATORS),
+    ("kl leaks in remax", REMAX, '"kl"].masked_fill(~mask, 0.0)', '"kl"].nan_to_num(1.0)', ESTIMATORS),
     (
         "score on every token",
         RPP,
-        "rewards[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1] += scores",
-        "rewards += scores[:, None]",
-        "tests/test_estimator.py",
+        'rewards.scatter_add(1, last, rollout["scores"][:, None])',
+        'rewards + rollout["scores"][:, None]',
+        ESTIMATORS,
+    ),
+    ("score on a wrong token", RPP, LAST, "mask.sum(1, keepdim=True) - 1", ESTIMATORS),
+    ("score on a wrong token in remax", REMAX, LAST, "mask.sum(1, keepdim=True) - 1", ESTIMATORS),
+    ("score on a wrong token in ppo", PPO, LAST, "mask.sum(1, keepdim=True) - 1", ESTIMATORS),
+    ("returns from the left", RPP, FLIP, "rewards.cumsum(1)", ESTIMATORS),
+    ("whitened before the sum", RPP, FLIP, "whiten(rewards, mask).flip(1).cumsum(1).flip(1)", ESTIMATORS),
+    ("unmasked mean", RPP, "all_sum(x.sum()) / n", "all_sum(x.mean())", ESTIMATORS),
+    ("unmasked variance", RPP, "n).masked_fill(~mask, 0.0)\n    variance", "n)\n    variance", ESTIMATORS),
+    ("unbiased variance", PPO, "square().sum()) / n", "square().sum()) / (n - 1)", ESTIMATORS),
+    (
+        "variance in one pass",
+        RPP,
+        "all_sum(centered.square().sum()) / n",
+        "all_sum(x.square().sum()) / n - (all_sum(x.sum()) / n) ** 2",
+        ESTIMATORS,
     ),
     (
-        "return from the left",
+        "whitened again in each minibatch",
         RPP,
-        "rewards.flip(1).cumsum(1).flip(1)",
-        "rewards.cumsum(1)",
-        "tests/test_estimator.py",
+        'mb["response_mask"], mb["advantages"]',
+        'mb["response_mask"], whiten(mb["advantages"], mb["response_mask"])',
+        ESTIMATORS,
     ),
-    ("whitening unmasked", RPP, "mean = all_sum(x.sum()) / n", "mean = all_sum(x.mean())", "tests/test_estimator.py"),
-    ("whitening mean per rank", RPP, "mean = all_sum(x.sum()) / n", "mean = x.sum() / mask.sum()", INVARIANT),
+    ("a mean of rank means", RPP, "all_sum(x.sum()) / n", "x.sum() / mask.sum()", on(2, "reinforce_pp")),
+    ("a variance per rank", PPO, "all_sum(centered.square().sum()) / n", "x.var()", on(2, "ppo")),
+    ("advantage not detached", RPP, "whiten(returns, mask).detach()", "whiten(returns, mask)", ESTIMATORS),
+    ("kl not detached in rloo", RLOO, "* mask).detach()", "* mask)", ESTIMATORS),
     (
-        "whitening variance per rank",
-        RPP,
-        "variance = all_sum(centered.square().sum()) / n",
-        "variance = centered.square().sum() / mask.sum()",
-        INVARIANT,
+        "groups across prompts",
+        GRPO,
+        ".view(-1, args.samples_per_prompt)",
+        ".view(args.samples_per_prompt, -1).T.contiguous()",
+        ESTIMATORS,
+    ),
+    ("equal scores count in grpo", GRPO, f"equal = {EQUAL}", f"equal = ({EQUAL}) & False", ESTIMATORS),
+    ("equal scores count in -baseline", BASE, f"({EQUAL}, 0.0)", f"(({EQUAL}) & False, 0.0)", ESTIMATORS),
+    ("std with k", GRPO, "groups.std(1, keepdim", "groups.std(1, correction=0, keepdim", ESTIMATORS),
+    (
+        "statistics over tokens",
+        BASE,
+        "all_sum(torch.ones_like(centered).sum())",
+        'all_sum(rollout["response_mask"].sum())',
+        ESTIMATORS,
+    ),
+    ("std of a rank", BASE, "all_sum(centered", "WORLD_SIZE * (centered", on(2, "reinforce_pp_baseline")),
+    ("token mean in grpo", GRPO, "(token_losses.sum(1) / mask.sum(1))", "token_losses.mean(1)", ESTIMATORS),
+    (
+        "padding in the loss",
+        GRPO,
+        "(unclipped, clipped)).masked_fill(~mask, 0.0)",
+        "(unclipped, clipped))",
+        ESTIMATORS,
+    ),
+    ("mean over tokens in rloo", RLOO, ".sum() / num_sequences", ".sum() / num_tokens", ESTIMATORS),
+    (
+        "rloo: its own score in the baseline",
+        RLOO,
+        "(groups.sum(1, keepdim=True) - groups) / (k - 1)",
+        "groups.mean(1, keepdim=True)",
+        ESTIMATORS,
+    ),
+    ("clip with max in grpo", GRPO, "torch.min(unclipped", "torch.max(unclipped", ESTIMATORS),
+    ("clip with max in ppo", PPO, "torch.min(unclipped", "torch.max(unclipped", ESTIMATORS),
+    ("clip with max in reinforce_pp", RPP, "torch.min(unclipped", "torch.max(unclipped", ESTIMATORS),
+    ("clip fraction the other way", GRPO, "clipped < unclipped", "clipped > unclipped", ESTIMATORS),
+    ("clip fraction of both sides", PPO, "clipped < unclipped", "clipped != unclipped", ESTIMATORS),
+    (
+        "clip fraction of the micro-batch",
+        BASE,
+        CLIPPED,
+        CLIPPED.replace("num_tokens", "mask.sum()"),
+        ESTIMATORS,
+    ),
+    ("remax: no greedy baseline", REMAX, ' - rollout["greedy_scores"]', "", ESTIMATORS),
+    ("remax: kl of this token only", REMAX, FLIP, "rewards.clone()", ESTIMATORS),
+    (
+        "remax: greedy response trained on",
+        REMAX,
+        'rollout["scores"], rollout["greedy_scores"] =',
+        'rollout["greedy_scores"], rollout["scores"] =',
+        "tests/test_ranks.py -k 'own_score and remax'",
     ),
     (
-        "advantage keeps its gradient",
-        RPP,
-        "whiten(returns, mask).detach()",
-        "whiten(returns, mask)",
-        "tests/test_estimator.py",
+        "ppo: targets from whitened",
+        PPO,
+        '"returns": (advantages +',
+        '"returns": (whiten(advantages, mask) +',
+        ESTIMATORS,
+    ),
+    ("ppo: no lambda", PPO, "args.gae_lambda * advantage", "advantage", ESTIMATORS),
+    (
+        "ppo: a value in a hole",
+        PPO,
+        "torch.where(mask[:, t], values[:, t], next_value)",
+        "values[:, t]",
+        ESTIMATORS,
+    ),
+    ("ppo: the smaller value error", PPO, "0.5 * torch.max(", "0.5 * torch.min(", ESTIMATORS),
+    ("ppo: value clip around 0", PPO, "near = old + (values - old)", "near = values", ESTIMATORS),
+    (
+        "ppo: value loss per micro-batch",
+        PPO,
+        "critic_values(critic, *inputs), num_tokens)",
+        'critic_values(critic, *inputs), mb["response_mask"].sum())',
+        on(1, "ppo"),
     ),
     (
-        "clip with max",
-        RPP,
-        "-torch.min(unclipped, clipped)",
-        "-torch.max(unclipped, clipped)",
-        "tests/test_estimator.py",
+        "ppo: critic without positions",
+        PPO,
+        "decoder(**with_positions(sequences, attention_mask), use_cache=False).last",
+        "decoder(sequences, attention_mask, use_cache=False).last",
+        f"{ROLLOUT} -k critic",
     ),
     (
-        "loss over padding",
-        RPP,
-        "(unclipped, clipped).masked_fill(~mask, 0.0)",
-        "(unclipped, clipped)",
-        "tests/test_estimator.py",
+        "ppo: critic always from the policy",
+        PPO,
+        '".py:" not in args.reward',
+        '".py:" in args.reward',
+        f"{REWARDS} -k critic",
     ),
+    (
+        "ppo: critic reads foreign ids",
+        PPO,
+        "tokenizer.get_vocab().items() <= its",
+        "{} <= its",
+        f"{REWARDS} -k critic",
+    ),
+    # the loop: denominators, ranks, seeds
+    (
+        "denominator of the micro-batch",
+        GRPO,
+        "num_sequences, num_tokens)\n                    loss.backward()",
+        'len(mb["scores"]), num_tokens)\n                    loss.backward()',
+        on(1),
+    ),
+    (
+        "tokens of the micro-batch",
+        RPP,
+        "num_sequences, num_tokens)\n                    loss.backward()",
+        'num_sequences, mb["response_mask"].sum())\n                    loss.backward()',
+        on(1, "reinforce_pp"),
+    ),
+    ("denominator of the rollout", GRPO, "len(minibatch) * WORLD_SIZE", "args.batch_size", SAMPLED),
+    ("sequences of a rank", GRPO, "len(minibatch) * WORLD_SIZE", "len(minibatch)", on(2)),
+    (
+        "tokens of a rank",
+        RPP,
+        "all_sum(response_mask[minibatch].sum())",
+        "response_mask[minibatch].sum()",
+        on(2, "reinforce_pp"),
+    ),
+    (
+        "mean over ranks",
+        GRPO,
+        "dist.all_reduce(total)\n",
+        "dist.all_reduce(total)\n        total /= WORLD_SIZE\n",
+        on(2),
+    ),
+    ("gradients stay on their rank", GRPO, "dist.all_reduce(total)\n", "pass\n", on(2)),
+    ("gradients are summed and not kept", GRPO, "vector_to_parameters(total, gradients)", "pass", on(3)),
+    (
+        "all_reduce gives None",
+        GRPO,
+        "        dist.all_reduce(x)\n",
+        "        x = dist.all_reduce(x)\n",
+        on(2),
+    ),
+    (
+        "a rank skips the collective",
+        GRPO,
+        "if dist.is_initialized():\n        x = x",
+        "if dist.is_initialized() and RANK == 0:\n        x = x",
+        on(2),
+    ),
+    ("metrics of a rank", GRPO, "float(all_sum(x.sum()))", "float(x.sum())", on(2)),
+    ("norm counted once a rank", GRPO, "return norm / WORLD_SIZE", "return norm", on(2)),
+    ("ranks draw the same", GRPO, "iteration, RANK)", "iteration, 0)", DRAWS),
+    (
+        "iterations draw the same",
+        GRPO,
+        "hash((args.seed, iteration, RANK))",
+        "hash((args.seed, 0, RANK))",
+        DRAWS,
+    ),
+    ("ranks take the same prompts", GRPO, ".chunk(WORLD_SIZE)[RANK]", ".chunk(WORLD_SIZE)[0]", on(2)),
+    (
+        "a group spans ranks",
+        GRPO,
+        "for i in order for _ in range(args.samples_per_prompt)]",
+        "for _ in range(args.samples_per_prompt) for i in order]",
+        on(2),
+    ),
+    (
+        "prompts come again",
+        GRPO,
+        "order[step * num_prompts : (step + 1) * num_prompts]",
+        "order[:num_prompts]",
+        SAMPLED,
+    ),
+    ("groups of the held-out set per rank", GRPO, "all_sum(scores).tolist()", "scores.tolist()", on(2)),
+    ("held-out set of rank 0 only", GRPO, "range(RANK * size, len(rows)", "range(0, len(rows)", on(2)),
+    (
+        "gradient not reset",
+        GRPO,
+        "    optimizer.zero_grad()\n",
+        "",
+        f"{RUNS} -k 'after_its_checkpoint and grpo'",
+    ),
+    # sampling and log-probs
     (
         "eos masked",
-        RPP,
-        "responses[rows, t] = tokens.where(running, -1)",
-        "responses[rows, t] = tokens.where(running & ~torch.isin(tokens, stop_ids), -1)",
-        "tests/test_rollout.py -k eos",
+        GRPO,
+        "ends.cumsum(1) - ends.long() == 0",
+        "ends.cumsum(1) == 0",
+        f"{ROLLOUT} -k first_eos",
     ),
     (
         "mask from the pad id",
-        RPP,
-        "response_mask = responses >= 0",
-        "response_mask = responses.where(responses >= 0, pad_id) != pad_id",
-        "tests/test_rollout.py -k eos",
+        GRPO,
+        "ends.cumsum(1) - ends.long() == 0",
+        "responses != tokenizer.pad_token_id",
+        f"{ROLLOUT} -k first_eos",
     ),
     (
         "one eos id of several",
-        RPP,
-        "{tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}",
-        "{tokenizer.eos_token_id}",
-        "tests/test_rollout.py -k greedy",
+        GRPO,
+        "*(ids if isinstance(ids, list) else [ids])",
+        "*[]",
+        f"{ROLLOUT} -k first_eos",
     ),
     (
-        "generation config bends sampling",
-        RPP,
-        "(logits / args.temperature).softmax(-1)",
-        "(logits / model.generation_config.temperature).softmax(-1)",
-        "tests/test_rollout.py -k softmax",
+        "reward on the truncated",
+        GRPO,
+        "entropy, ~ends.any(1)",
+        "entropy, ends.any(1)",
+        f"{ROLLOUT} -k first_eos",
     ),
     (
-        "top-k of the generation config",
-        RPP,
-        "(logits / args.temperature).softmax(-1)",
-        "(logits.topk(18).values[:, -1:].le(logits).log() + logits / args.temperature).softmax(-1)",
-        "tests/test_rollout.py -k softmax",
-    ),
-    ("log-probs without temperature", RPP, "torch.float32)) / temperature", "torch.float32))", "tests/test_rollout.py"),
-    (
-        "log-probs without position ids",
-        RPP,
-        'inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}',
-        'inputs = {"input_ids": sequences, "attention_mask": attention_mask}',
-        "tests/test_rollout.py -k unpadded",
+        "temperature of the generation config",
+        GRPO,
+        ".float() / args.temperature)",
+        ".float() / model.generation_config.temperature)",
+        f"{ROLLOUT} -k softmax",
     ),
     (
-        "sampling without position ids",
-        RPP,
-        "positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)",
-        "positions = torch.ones_like(prompt_mask).cumsum(1) - 1",
-        "tests/test_rollout.py -k greedy",
+        "sampling without temperature",
+        GRPO,
+        ".float() / args.temperature)",
+        ".float())",
+        f"{ROLLOUT} -k softmax",
+    ),
+    (
+        "log-probs without temperature",
+        GRPO,
+        "torch.float32)) / temperature",
+        "torch.float32))",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    (
+        "reference at temperature 1",
+        GRPO,
+        "token_logprobs(reference, *inputs, args.temperature)",
+        "token_logprobs(reference, *inputs, 1.0)",
+        SAMPLED,
+    ),
+    (
+        "policy at temperature 1",
+        GRPO,
+        "token_logprobs(policy, *inputs, args.temperature)",
+        "token_logprobs(policy, *inputs, 1.0)",
+        SAMPLED,
+    ),
+    (
+        "no position ids",
+        GRPO,
+        "(attention_mask.cumsum(1) - 1)",
+        "(torch.ones_like(attention_mask).cumsum(1) - 1)",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    (
+        "positions stand still while sampling",
+        GRPO,
+        "position, mask = position + 1,",
+        "position, mask = position,",
+        f"{ROLLOUT} -k greedy",
     ),
     (
         "cache keeps other rows",
-        "grpo.py",
-        "running.nonzero()[:, 0])",
-        "torch.arange(num_running))",
-        f"{MODELS} -k frequent",
+        GRPO,
+        "cache.reorder_cache(left)",
+        "cache.reorder_cache(torch.arange(len(left)))",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    ("rows never leave", GRPO, "if len(left) <= 0.75 * len(rows):", "if False:", f"{ROLLOUT} -k read_once"),
+    (
+        "every response reads its prompt",
+        GRPO,
+        "list(dict.fromkeys(map(tuple, prompts)))",
+        "list(map(tuple, prompts))",
+        f"{ROLLOUT} -k read_once",
     ),
     (
-        "prompts swapped",
-        "grpo.py",
+        "prompts swapped in the cache",
+        GRPO,
         "cache.reorder_cache(copies)",
         "cache.reorder_cache(copies.flip(0))",
-        f"{MODELS} -k greedy",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    (
+        "log-probs one column off",
+        GRPO,
+        "[:, -response_length - 1 : -1][mask]",
+        "[:, -response_length:][mask]",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    (
+        "log-probs in bfloat16",
+        GRPO,
+        "torch.promote_types(logits.dtype, torch.float32)",
+        "logits.dtype",
+        f"{ROLLOUT} -k at_least",
     ),
     (
         "head without its cap",
-        "grpo.py",
-        "return policy().logits[0]",
-        "return policy.get_output_embeddings()(hidden)",
-        f"{MODELS} -k pieces",
+        GRPO,
+        "model(input_ids=targets[None]).logits[0]",
+        "model.get_output_embeddings()(hidden)",
+        f"{ROLLOUT} -k plain_forward",
     ),
     (
-        "answer as text only",
-        "grpo.py",
-        "as_value(found) == as_value(expected)",
-        "found == expected",
-        "tests/test_reward.py -k exact",
+        "logits in one piece",
+        GRPO,
+        "size = max(1, MAX_LOGITS //",
+        "size = 10**9 + max(1, MAX_LOGITS //",
+        f"{ROLLOUT} -k made_in_pieces",
     ),
     (
-        "answers in the order of the text",
-        "grpo.py",
-        "rest = text.rpartition(marker)",
-        "rest = text.partition(marker)",
-        "tests/test_reward.py -k exact",
-    ),
-    ("one step for all moments", "reinforce_pp.py", "step.clone()", "step", "tests/test_ranks.py -k shared_optimizer"),
-    ("logits in one piece", "grpo.py", "if len(pieces) > 1:", "if False:", f"{MODELS} -k again"),
-    (
-        "every response reads its prompt",
-        "grpo.py",
-        "numbers.setdefault(tuple(ids), len(numbers))",
-        "numbers.setdefault((*ids, len(numbers)), len(numbers))",
-        f"{MODELS} -k once",
+        "logits kept for the backward pass",
+        GRPO,
+        "recompute(head, *piece, use_reentrant=False)",
+        "head(*piece)",
+        f"{ROLLOUT} -k made_in_pieces",
     ),
     (
         "cache in float32",
-        "grpo.py",
-        "update(keys.to(dtype), values.to(dtype), *rest, **more)",
-        "update(keys, values, *rest, **more)",
-        f"{MODELS} -k once",
+        GRPO,
+        'if args.dtype == "bfloat16":  # rotary',
+        "if False:  # rotary",
+        f"{ROLLOUT} -k bfloat16",
     ),
-    ("first brace closes", "grpo.py", "if depth == 0:", 'if c == "}":', "tests/test_reward.py -k exact"),
+    (
+        "weights in bfloat16",
+        GRPO,
+        "dtype=torch.float32, use_safetensors",
+        "dtype=torch.bfloat16, use_safetensors",
+        f"{ROLLOUT} -k bfloat16",
+    ),
     (
         "dropout on",
-        RPP,
-        "    return model.to(device).eval()\n",
-        "    return model.to(device).train()\n",
-        "tests/test_rollout.py -k dropout",
+        GRPO,
+        "model.to(device).eval(), tokenizer",
+        "model.to(device).train(), tokenizer",
+        f"{ROLLOUT} -k dropout",
     ),
     (
-        "dropout on under checkpointing",
-        RPP,
-        "            module.training = on",
-        "            module.train(on)",
-        "tests/test_rollout.py -k dropout",
+        "micro-batch cut too short",
+        GRPO,
+        ".any(0).nonzero()[-1]) + 1",
+        ".any(0).nonzero()[-1])",
+        f"{ROLLOUT} -k micro_batches",
+    ),
+    ("rows without order", GRPO, "rows[lengths.argsort(stable=True)]", "rows", f"{ROLLOUT} -k micro_batches"),
+    (
+        "two BOS in a chat",
+        GRPO,
+        "(tokenizer if is_text else template)(prompt)",
+        "tokenizer(prompt if is_text else template(prompt, tokenize=False))",
+        f"{ROLLOUT} -k one_bos",
+    ),
+    # rewards
+    (
+        "answer behind the first marker",
+        GRPO,
+        "text.rpartition(marker)",
+        "text.partition(marker)",
+        f"{REWARDS} -k exact",
     ),
     (
-        "denominator per micro-batch",
-        RPP,
-        "new_logprobs, num_sequences, num_tokens)",
-        'new_logprobs, num_sequences, mb["response_mask"].sum())',
-        INVARIANT,
+        "penalty after the scale",
+        GRPO,
+        "(scores - args.missing_eos_penalty * truncated) * args.reward_scale",
+        "scores * args.reward_scale - args.missing_eos_penalty * truncated",
+        f"{REWARDS} -k in_order",
     ),
     (
-        "denominator per rank",
-        RPP,
-        "num_tokens = all_sum(response_mask[minibatch].sum())",
-        "num_tokens = response_mask[minibatch].sum()",
-        INVARIANT,
+        "z-score of a rank",
+        GRPO,
+        "all_sum(scores.mean()) / WORLD_SIZE",
+        "scores.mean()",
+        f"{REWARDS} -k zscore",
     ),
-    ("mean over ranks, not sum", RPP, "(loss * world_size).backward()", "loss.backward()", INVARIANT),
     (
-        "ranks never exchange gradients",
-        RPP,
-        "model.no_sync() if world_size > 1 and remaining else",
-        "model.no_sync() if world_size > 1 else",
-        RANKS,
+        "reward model reads the pad",
+        GRPO,
+        "pad_token_id = -1",
+        "pad_token_id = 0",
+        f"{REWARDS} -k reads_prompt",
     ),
-    ("ranks draw the same", RPP, "* 65_537 + rank)", "* 65_537)", f"{RANKS} -k same_prompts"),
-    ("ranks take the same prompts", RPP, ".chunk(world_size)[rank]", ".chunk(world_size)[0]", f"{RANKS} -k apart"),
-    ("micro-batch cut too short", RPP, "x[:, :end] if", "x[:, : max(1, end - 1)] if", "tests/test_rollout.py -k micro"),
+    (
+        "no eos for the reward model",
+        GRPO,
+        "ids if cut or eos in ids else [*ids, eos]",
+        "ids",
+        f"{REWARDS} -k reads_prompt",
+    ),
+    (
+        "a truncated text gets an eos",
+        GRPO,
+        "ids if cut or eos in ids else",
+        "ids if eos in ids else",
+        f"{REWARDS} -k reads_prompt",
+    ),
+    (
+        "reward model without its template",
+        GRPO,
+        "if not tokenizer.chat_template:\n            ids",
+        "if True:\n            ids",
+        f"{REWARDS} -k template",
+    ),
+    ("a truncated turn is closed", GRPO, "elif cut:", "elif False:", f"{REWARDS} -k template"),
+    (
+        "eval_reward is trained on",
+        GRPO,
+        "raw_scores = score(args, reward,",
+        "raw_scores = score(args, eval_reward,",
+        f"{REWARDS} -k 'held_out and grpo'",
+    ),
+    (
+        "a prompt's score goes to another",
+        GRPO,
+        "torch.tensor(function(**columns),",
+        "torch.tensor(function(**columns)[::-1],",
+        SCORES,
+    ),
+    # runs
     (
         "resume without optimizer",
-        RPP,
-        'stateful = {"policy": policy, "optimizer": optimizer}',
-        'stateful = {"policy": policy}',
-        "tests/test_resume.py -k is_exact",
+        GRPO,
+        '"policy": policy, "optimizer": optimizer}',
+        '"policy": policy}',
+        f"{RUNS} -k 'after_its_checkpoint and grpo'",
     ),
     (
-        "resume draws from the seed again",
-        RPP,
-        "(torch.manual_seed if use_cuda else torch.default_generator.manual_seed)(seed)",
-        "iteration == start + 1 and torch.manual_seed(args.seed * 65_537 + rank)",
-        "tests/test_resume.py -k is_exact",
+        "resume without critic",
+        PPO,
+        'state |= {"critic": critic, "critic_optimizer"',
+        'state |= {"critic_optimizer"',
+        f"{RUNS} -k 'after_its_checkpoint and ppo'",
     ),
     (
         "resume logs twice",
-        RPP,
-        'if line["iteration"] <= iteration and iteration]',
-        "]",
-        "tests/test_resume.py -k past_the_last",
-    ),
-    ("no z-score", RPP, "if args.reward_zscore:", "if False:", "tests/test_reward.py"),
-    (
-        "reward model by transformers' own rule",
-        RPP,
-        "pieces.append(model.score(hidden)[:, 0].float())",
-        "pieces.append(model(**inputs).logits[:, 0].float())",
-        "tests/test_reward.py",
+        GRPO,
+        'file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)',
+        "pass",
+        f"{RUNS} -k 'after_its_checkpoint and grpo'",
     ),
     (
-        "reward model reads foreign ids",
-        RPP,
-        "tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items()",
-        "True",
-        "tests/test_reward.py",
+        "resume begins at 0",
+        GRPO,
+        'start = checkpoint["iteration"] if',
+        "start = 0 if",
+        f"{RUNS} -k 'after_its_checkpoint and grpo'",
     ),
     (
-        "no eos through another tokenizer",
-        RPP,
-        "result.append(ids + [eos] * (ended and eos is not None))",
-        "result.append(ids)",
-        "tests/test_reward.py",
+        "checkpoint written in place",
+        GRPO,
+        'with replacing(run_dir / "checkpoint.pt") as path, open(path, "wb")',
+        'with open(run_dir / "checkpoint.pt", "wb")',
+        f"{RUNS} -k torn",
     ),
     (
-        "chat without what follows eos",
-        RPP,
-        "result.append(ids + behind_eos * (ended and not isinstance(prompt, str)))",
-        "result.append(ids)",
-        f"{RM_TESTS} -k chats",
+        "a finished run runs again",
+        GRPO,
+        "start >= args.num_iterations and",
+        "False and",
+        f"{RUNS} -k 'finished_run and grpo'",
     ),
     (
-        "truncated chat made to look finished",
-        RPP,
-        "behind_eos * (ended and not isinstance(prompt, str))",
-        "behind_eos * (not isinstance(prompt, str))",
-        f"{RM_TESTS} -k chats",
+        "reference loaded for nothing",
+        GRPO,
+        "if args.kl_coef else None",
+        "if True else None",
+        f"{RUNS} -k 'no_reference and grpo'",
     ),
     (
-        "monitor is trained on",
-        RPP,
-        'raw_scores = scores[""]  # (B,)',
-        "raw_scores = [*scores.values()][-1]",
-        f"{RM_TESTS} -k monitor_does",
+        "toy evaluated on other data",
+        GRPO,
+        "if args.dataset == Args.dataset else None",
+        "if True else None",
+        f"{RUNS} -k 'did_not_name and grpo'",
     ),
     (
-        "a causal LM passes for a reward model",
-        RPP,
-        'if kind and "SequenceClassification" not in kind:',
-        "if False:",
-        f"{RM_TESTS} -k causal-reward_model.py-reinforce_pp",
+        "what is not finite goes on",
+        GRPO,
+        "check((norm + loss).isfinite(),",
+        "check(True,",
+        f"{RUNS} -k not_finite",
     ),
+    # refusals
     (
-        "NaN weights pass",
-        RPP,
-        'state_dict().values()):\n        fail(f"--{flag} {name}: has weights that are NaN or infinite, and',
-        'state_dict().values()) and 0:\n        fail(f"--{flag} {name}: has weights that are NaN or infinite, and',
-        f"{RM_TESTS} -k refused",
-    ),
-    (
-        "NaN scores pass",
-        RPP,
-        "if all_sum((~numbers.isfinite()).sum()) == 0:",
-        "if True:",
-        f"{RM_TESTS} -k become_nan",
-    ),
-    (
-        "it does not learn",
-        RPP,
-        "                optimizer.step()\n",
+        "scores that are not finite pass",
+        GRPO,
+        " and scores.isfinite().all()",
         "",
-        "tests/test_script.py -k 'script_learns and reinforce_pp'",
+        f"{BAD} -k 'refused and grpo and finite'",
     ),
     (
-        "it learns the wrong way",
-        RPP,
-        "(loss * world_size).backward()",
-        "(-loss).backward()",
-        "tests/test_script.py -k 'script_learns and reinforce_pp'",
+        "a group of one passes",
+        GRPO,
+        "ClassVar[int] = 2  # a group of one",
+        "ClassVar[int] = 1  # a group of one",
+        f"{BAD} -k group_needs_two",
     ),
     (
-        "grpo: groups across prompts",
-        "grpo.py",
-        ".view(-1, args.samples_per_prompt)",
-        ".view(args.samples_per_prompt, -1).T.contiguous()",
-        SIBLINGS,
-    ),
-    ("grpo: equal scores", "grpo.py", "masked_fill(equal, 0.0)", "masked_fill(equal & False, 0.0)", SIBLINGS),
-    ("grpo: k3 upside down", "grpo.py", "k3 = (-d).exp() - 1 + d", "k3 = d.exp() - 1 - d", SIBLINGS),
-    (
-        "grpo: token mean",
-        "grpo.py",
-        "(token_losses.sum(1) / mask.sum(1)).sum() / num_sequences",
-        "token_losses.sum() / num_tokens",
-        SIBLINGS,
+        "ranks need not divide",
+        GRPO,
+        "check(size % unit == 0,",
+        "check(True,",
+        f"{BAD} -k 'refused and grpo and groups'",
     ),
     (
-        "rloo: its own score in the baseline",
-        "rloo.py",
-        "(groups.sum(1, keepdim=True) - groups) / (k - 1)",
-        "groups.mean(1, keepdim=True)",
-        SIBLINGS,
+        "minibatches need not divide",
+        GRPO,
+        "check(local % steps == 0,",
+        "check(True,",
+        f"{BAD} -k 'refused and grpo and minibatches'",
     ),
     (
-        "rloo: mean over tokens",
-        "rloo.py",
-        "logprobs[mask]).sum() / num_sequences",
-        "logprobs[mask]).sum() / num_tokens",
-        SIBLINGS,
+        "missing weights pass",
+        GRPO,
+        "right = not missing and (",
+        "right = (",
+        f"{BAD} -k 'refused and grpo and head'",
     ),
     (
-        "baseline: statistics over tokens",
-        "reinforce_pp_baseline.py",
-        "n = all_sum(torch.ones_like(centered).sum())",
-        'n = all_sum(rollout["response_mask"].sum())',
-        SIBLINGS,
+        "a reward model passes for a policy",
+        GRPO,
+        "(head in kind) == (head in auto_class.__name__)",
+        "True",
+        f"{BAD} -k 'refused and grpo and policy'",
     ),
     (
-        "remax: no greedy baseline",
-        "remax.py",
-        'rollout["scores"] - rollout["greedy_scores"]',
-        'rollout["scores"]',
-        SIBLINGS,
+        "pickled weights are opened",
+        GRPO,
+        "use_safetensors=True, ",
+        "",
+        f"{BAD} -k 'refused and grpo and pickle'",
     ),
     (
-        "remax: kl of this token only",
-        "remax.py",
-        "returns = rewards.flip(1).cumsum(1).flip(1)",
-        "returns = rewards.clone()",
-        SIBLINGS,
+        "three outputs pass",
+        GRPO,
+        "check(outputs == 1,",
+        "check(True,",
+        f"{BAD} -k 'refused and grpo and outputs'",
     ),
     (
-        "ppo: targets from whitened advantages",
-        "ppo.py",
-        '"returns": (advantages + values)',
-        '"returns": (whiten(advantages, mask) + values)',
-        SIBLINGS,
+        "beyond the positions",
+        GRPO,
+        "check(total <= limit,",
+        "check(True,",
+        f"{BAD} -k 'refused and grpo and positions'",
     ),
-    ("ppo: no discount by lambda", "ppo.py", "args.gae_lambda * running", "running", SIBLINGS),
-    ("ppo: the smaller value error", "ppo.py", "0.5 * torch.max(", "0.5 * torch.min(", SIBLINGS),
     (
-        "ppo: critic per rank",
-        "ppo.py",
-        "(critic_loss * world_size).backward()",
-        "critic_loss.backward()",
-        f"{RANKS} -k 'float64 and ppo'",
+        "an empty prompt passes",
+        GRPO,
+        "check(prompt, f",
+        "check(True, f",
+        f"{BAD} -k 'refused and grpo and empty'",
     ),
+    (
+        "too few prompts pass",
+        GRPO,
+        "check(len(kept) >= least,",
+        "check(True,",
+        f"{BAD} -k 'refused and grpo and few'",
+    ),
+    ("other flags go on", GRPO, "check(not changed,", "check(True,", f"{BAD} -k 'other_flags and grpo'"),
+    # siblings
     (
         "a skeleton drifts",
-        "rloo.py",
+        RLOO,
         "        # 6. Advantages\n",
         "        # 6. The advantages\n",
-        "tests/test_skeleton.py",
+        f"{SIBLINGS} -k skeletons",
     ),
+    ("a pin drifts", PPO, '"tyro==', '"tyro>=', f"{SIBLINGS} -k metadata"),
+    # stages 1 and 2
     (
-        "loss on the prompt",
+        "sft: loss on the prompt",
         SFT,
         "mask = completion_mask[:, 1:]",
         "mask = attention_mask[:, 1:].bool()",
         "tests/test_sft.py",
     ),
     (
-        "loss on the wrong token",
+        "sft: loss on the wrong token",
         SFT,
         "mask = completion_mask[:, 1:]",
         "mask = completion_mask[:, :-1]",
         "tests/test_sft.py",
     ),
-    ("no eos in the examples", SFT, "+ [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
+    ("sft: no eos", SFT, " + [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
     (
-        "sft: mean over ranks",
+        "sft: gradients stay on their rank",
         SFT,
-        "(mb_loss * world_size).backward()",
-        "mb_loss.backward()",
+        "all_sum(parameter.grad)",
+        "parameter.grad",
         "tests/test_sft.py -k ranks",
-    ),
-    (
-        "checkpoint written in place",
-        "ppo.py",
-        'temporary = path.with_name(path.name + ".tmp")',
-        "temporary = path",
-        f"{FAULTS} -k middle_of_a_checkpoint",
-    ),
-    (
-        "digest not checked",
-        RPP,
-        'if path.with_name(path.name + ".sha256").read_text().split()[:1] != [digest]:',
-        "if False:",
-        "tests/test_refusals.py -k 'bit and reinforce_pp and not baseline'",
-    ),
-    (
-        "changed flags pass",
-        RPP,
-        "    if changed:\n",
-        "    if False:\n",
-        "tests/test_refusals.py -k 'changed and reinforce_pp and not baseline'",
-    ),
-    (
-        "weights touched by a gradient that is not finite",
-        RPP,
-        "if all_sum((~numbers.isfinite()).sum()) == 0:",
-        "if True:",
-        f"{FAULTS} -k 'before_the_weights and reinforce_pp'",
-    ),
-    ("signals ignored", RPP, "stopped = bool(all_sum(", "stopped = False and bool(all_sum(", f"{FAULTS} -k finishes"),
-    (
-        "a run without checkpoint logs its beginning twice",
-        RPP,
-        'if line["iteration"] <= iteration and iteration]',
-        'if line["iteration"] <= iteration]',
-        f"{FAULTS} -k starts_over",
-    ),
-    (
-        "torchrun's restart finds no run",
-        RPP,
-        "return str(max(found)) if found else None",
-        "return None",
-        f"{FAULTS} -k starts_it_again",
-    ),
-    (
-        "a full disk leaves rubbish",
-        RPP,
-        "        temporary.unlink(missing_ok=True)\n",
-        "        pass\n",
-        f"{FAULTS} -k 'last_good and reinforce_pp'",
-    ),
-    (
-        "control characters reach the terminal",
-        RPP,
-        'if c.isprintable() or c == "\\n"',
-        "if True",
-        f"{FAULTS} -k 'steer and reinforce_pp'",
-    ),
-    ("warnings every time", RPP, "if key not in warned:", "if True:", f"{FAULTS} -k 'said_once and reinforce_pp'"),
-    (
-        "a reward model passes for a policy",
-        RPP,
-        'if "SequenceClassification" in kind:',
-        "if False:",
-        "tests/test_refusals.py -k 'as and policy and reinforce_pp and not baseline'",
-    ),
-    (
-        "a body without head passes for a policy",
-        "rloo.py",
-        'give a causal LM that is whole")\n',
-        '") if False else None\n',
-        "tests/test_refusals.py -k 'without and head and rloo'",
-    ),
-    ("preference upside down", RM, "softplus(-(chosen_scores", "softplus((chosen_scores", BRADLEY),
-    ("margin with the wrong sign", RM, "- rejected_scores - margin))", "- rejected_scores + margin))", BRADLEY),
-    ("centred differences", RM, "(chosen_scores + rejected_scores).square()", "chosen_scores.square()", CENTRED),
-    (
-        "score at the last column",
-        RM,
-        "last = (torch.arange(input_ids.shape[1], device=input_ids.device) * attention_mask).argmax(1)",
-        "last = torch.full((len(input_ids),), input_ids.shape[1] - 1)",
-        f"{RM_TESTS} -k padding",
-    ),
-    (
-        "score at the token before eos",
-        RM,
-        "scores = self.classifier.score(hidden[torch.arange(len(last), device=last.device), last])",
-        "scores = self.classifier.score(hidden[torch.arange(len(last), device=last.device), last - 1])",
-        f"{RM_TESTS} -k padding",
-    ),
-    (
-        "reward model without position ids",
-        RM,
-        '"attention_mask": attention_mask, "position_ids": positions}',
-        '"attention_mask": attention_mask}',
-        f"{RM_TESTS} -k padding",
-    ),
-    ("pad stays eos", RM, "in (None, tokenizer.eos_token_id):", "is None:", f"{RM_TESTS} -k padding"),
-    (
-        "the config does not say which id is padding",
-        RM,
-        "classifier.config.get_text_config().pad_token_id = tokenizer.pad_token_id",
-        "pass",
-        f"{RM_TESTS} -k padding",
-    ),
-    ("centring left out", RM, "mb_loss + args.center_rewards_coefficient * centering", "mb_loss", PLAIN),
-    ("margin column ignored", RM, 'args.margin if row.get("margin") is None else row["margin"]', "args.margin", PLAIN),
-    (
-        "pairs counted per micro-batch",
-        RM,
-        "margins(args, piece, device), args.batch_size)",
-        "margins(args, piece, device), len(piece))",
-        PLAIN,
-    ),
-    ("reward model: mean over ranks", RM, "(objective * world_size).backward()", "objective.backward()", PLAIN),
-    ("equal pairs stay", RM, 'if row["chosen_ids"] != row["rejected_ids"]:', "if True:", f"{RM_TESTS} -k cut"),
-    ("template kept for texts", RM, "tokenizer.chat_template = None", "pass", f"{RM_TESTS} -k template_is_kept"),
-    (
-        "the critic's head is new",
-        "ppo.py",
-        'if info["missing_keys"]:\n        torch.nn.init.zeros_',
-        "if True:\n        torch.nn.init.zeros_",
-        f"{RM_TESTS} -k critic_starts",
-    ),
-    (
-        "the critic reads foreign ids",
-        "ppo.py",
-        "if not vocab.items() <= its_vocab.items():",
-        "if False:",
-        f"{RM_TESTS} -k critic_with",
     ),
 ]
 
 
 @dataclass
 class Args:
-    only: str = ""
-    """Only mutants whose name contains this."""
-    skip: int = 0
-    """Leave out so many at the beginning."""
+    only: str = ""  # only mutants whose name contains this
+    tests: str = ""  # only mutants that a test file whose name contains this must notice
+    jobs: int = 2  # how many at a time
+    results: Path | None = None  # a file for the outcomes, as JSON
 
 
-def tests_pass(tests: str, script: str = "", old: str = "", new: str = "") -> bool:
-    """Whether the tests pass in a copy of the repository, with the line of the script changed if one is given."""
+def tests_pass(tests: list[str], script: str = "", old: str = "", new: str = "") -> bool:
+    """Whether the tests pass in a copy of the repository, with one place of a script changed if given."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".trl", "runs", "__pycache__", ".*_cache")
-        )
+        shutil.copytree(ROOT, copy, ignore=SKIPPED)
         if script:
             source = (copy / script).read_text()
             if source.count(old) != 1:
-                raise SystemExit(f"{script} has {source.count(old)} places like {old!r}: bring the mutant up to date")
+                raise SystemExit(f"{script} has {source.count(old)} places like {old!r}: update the mutant")
             (copy / script).write_text(source.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *shlex.split(tests)]
-        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-        if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
-            raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        result = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment)
+    if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
+        raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")
     return result.returncode == 0
 
 
+def without_mutants(chosen: list[tuple]) -> list[list[str]]:
+    """The tests of all chosen mutants, file by file."""
+    files = {}
+    for words in (shlex.split(mutant[-1]) for mutant in chosen):
+        files.setdefault(words[0], {})["".join(f"({word})" for word in words[2:])] = None
+    return [[file] if "" in k else [file, "-k", " or ".join(k)] for file, k in files.items()]
+
+
+def outcome_of(mutant: tuple) -> dict:
+    name, script, old, new, tests = mutant
+    began, survived = time.time(), tests_pass(shlex.split(tests), script, old, new)
+    print(f"{'SURVIVED' if survived else 'noticed ':8s}  {name}", flush=True)
+    seconds = round(time.time() - began, 1)
+    return {"name": name, "script": script, "tests": tests, "noticed": not survived, "seconds": seconds}
+
+
 def main(args: Args) -> None:
-    chosen = [mutant for mutant in MUTANTS if args.only in mutant[0]][args.skip :]
-    survivors = []
-    for tests in dict.fromkeys(mutant[-1] for mutant in chosen):
-        if not tests_pass(tests):
-            raise SystemExit(f"{tests}: fails without any mutant, so it cannot tell")
-    for name, script, old, new, tests in chosen:
-        alive = tests_pass(tests, script, old, new)
-        survivors += [name] * alive
-        print(f"{'SURVIVED' if alive else 'noticed ':8s}  {name}", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants noticed")
-    sys.exit(1 if survivors else 0)
+    chosen = [mutant for mutant in MUTANTS if args.only in mutant[0] and args.tests in mutant[-1].split()[0]]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        wanted = without_mutants(chosen)
+        for tests, passed in zip(wanted, pool.map(tests_pass, wanted)):
+            if not passed:
+                raise SystemExit(f"{shlex.join(tests)}: fails without any mutant, so it cannot tell")
+        outcomes = [*pool.map(outcome_of, chosen)]
+    noticed = sum(outcome["noticed"] for outcome in outcomes)
+    print(f"{noticed} of {len(outcomes)} mutants noticed")
+    if args.results:
+        args.results.write_text(json.dumps(outcomes, indent=1) + "\n")
+    sys.exit(noticed < len(outcomes))
 
 
 if __name__ == "__main__":

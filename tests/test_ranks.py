@@ -1,117 +1,167 @@
-"""Micro-batches and ranks change memory and time, never a gradient: a script's own main, on a fixed rollout."""
+"""Micro-batches and ranks change memory and time, never a gradient: every script's main on a fixed rollout.
+
+All cases of a number of ranks run in one launch of driver.py, as many as the selected tests need.
+"""
 
 import dataclasses
 import importlib
+import json
 from itertools import chain
 
 import pytest
 import torch
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, the_run, write_jsonl
-from driver import record
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, write_jsonl
+from driver import fixed_response, reward
 
 DRIVER = ROOT / "tests" / "driver.py"
-COMMON = ["--num_iterations", "1", "--batch_size", "16", "--max_grad_norm", "1e9"]
-COMMON += ["--ref_model", str(ROOT / "toy" / "base"), "--reward", f"{DRIVER}:reward", "--eval_every", "0"]
+COMMON = {"batch_size": 48, "max_response_length": 12, "reward": f"{DRIVER}:reward"}
+# micro-batch sizes with so many ranks
+SIZES = {"float64": {1: (48, 7, 1), 2: (24, 5), 3: (16, 3)}, "float32": {1: (48, 7), 2: (5,), 3: (3,)}}
+DTYPES = {"float64": (1e-12, 0.3), "float32": (1e-6, 0.01)}  # how equal gradients are, and at which kl_coef
 
 
-def drive(tmp_path, script: str, dtype: str, *flags) -> list[dict]:
-    """The record of each of two ranks."""
-    launch(DRIVER, tmp_path / "seen", script, dtype, "--runs_dir", tmp_path / "runs", *flags, ranks=2)
-    return [torch.load(tmp_path / f"seen.{rank}.pt") for rank in range(2)]
+def cases_of(name: str, ranks: int, folder) -> list[dict]:
+    """The runs of a script with so many ranks: fixed rollouts and, of each skeleton, sampled ones."""
+    common, found = COMMON | {"dataset": folder / "prompts.jsonl"}, []
+    for dtype, (_, beta) in DTYPES.items():
+        for size in SIZES[dtype][ranks]:
+            flags = common | {"num_iterations": 1, "max_grad_norm": 1e9, "kl_coef": beta}
+            # rank by rank, minibatches are others, so that there is one
+            flags |= {
+                "micro_batch_size": size,
+                "num_minibatches": 1,
+                "eval_dataset": folder / "heldout.jsonl",
+            }
+            found.append({"key": (name, dtype, size), "dtype": dtype, "sample": False, "flags": flags})
+    if name in SKELETONS and ranks < 3:
+        flags = common | {"num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}
+        found.append({"key": (name, "sampled"), "dtype": "float32", "sample": True, "flags": flags})
+        flags = COMMON | {"dataset": folder / "same.jsonl", "num_iterations": 2, "learning_rate": 0.0}
+        found.append({"key": (name, "same"), "dtype": "float32", "sample": True, "flags": flags})
+    known = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
+    for case in found:
+        pairs = [(f"--{flag}", str(value)) for flag, value in case["flags"].items() if flag in known]
+        case |= {"script": name, "flags": [*chain(*pairs)]}
+    return found
 
 
-def distance(one: list, other: list) -> float:
-    """Relative, over the whole gradient."""
-    one, other = (torch.cat([x.flatten() for x in gradient]) for gradient in (one, other))
-    return float((one - other).norm() / one.norm())
+@pytest.fixture(scope="module")
+def records(request, tmp_path_factory):
+    """records(ranks)[key] is what each rank saw in that case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    items = [item for item in request.session.items if item.fspath == request.fspath]
+    names = sorted({item.callspec.params["name"] for item in items})
+    rows = {row["prompt"]: row for row in read_jsonl(ROOT / "toy" / "train.jsonl")}
+    write_jsonl(folder / "prompts.jsonl", [*rows.values()][:200])
+    write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[::8])
+    write_jsonl(folder / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 96)
+    made = {}
+
+    def run(ranks: int) -> dict:
+        if ranks not in made:
+            cases = [case for name in names for case in cases_of(name, ranks, folder)]
+            (folder / "cases.json").write_text(json.dumps(cases))
+            launch(DRIVER, folder / f"seen{ranks}", folder / "cases.json", ranks=ranks)
+            files = [folder / f"seen{ranks}.{rank}.pt" for rank in range(ranks)]
+            cases = zip(*(torch.load(file, weights_only=True) for file in files))
+            made[ranks] = {tuple(seen[0]["key"]): seen for seen in cases}
+        return made[ranks]
+
+    return run
 
 
-CASES = [("float64", 1e-12, 0.3, name) for name in POLICY_SCRIPTS] + [("float32", 1e-6, 0.01, s) for s in SKELETONS]
+def distance(one: dict, other: dict) -> float:
+    """The largest relative difference of two runs' gradients, over the whole vector."""
+    pairs = zip(one["gradients"], other["gradients"], strict=True)
+    return max(float((x - y).norm() / x.norm()) for x, y in pairs)
 
 
-@pytest.mark.parametrize("dtype, tolerance, beta, name", CASES)
-def test_gradient_does_not_depend_on_micro_batches_or_ranks(tmp_path, name, dtype, tolerance, beta):
-    script = importlib.import_module(name)
-    flags = [*COMMON, "--kl_coef", beta, "--runs_dir", tmp_path / "runs"]
-    if any(field.name == "num_minibatches" for field in dataclasses.fields(script.Args)):
-        flags += ["--num_minibatches", 1]  # rank by rank, minibatches would be others
-    whole = record(script, dtype, *flags, "--micro_batch_size", 16)
-    gradient = [*chain(*whole["gradients"])]  # of the policy, and in ppo of the critic
-    assert max(float(g.abs().max()) for g in gradient) > 1e-3
-    for size in (1, 4):
-        pieces = record(script, dtype, *flags, "--micro_batch_size", size)
-        assert distance(gradient, [*chain(*pieces["gradients"])]) < tolerance
-
-    ranks = drive(tmp_path, name, dtype, *flags, "--micro_batch_size", 3)
-    tokens = [int((rank["advantages"][0] != 0).sum()) for rank in ranks]
-    assert tokens[0] != tokens[1]  # were they equal, denominators per rank would pass
-    for rank in ranks:
-        assert distance(gradient, [*chain(*rank["gradients"])]) < tolerance
-    both = torch.cat([rank["advantages"][0].flatten() for rank in ranks])
-    one = whole["advantages"][0].flatten()
-    torch.testing.assert_close(
-        one[one != 0].sort()[0], both[both != 0].sort()[0], rtol=0, atol=max(tolerance, 1e-5 * (dtype == "float32"))
-    )
+def check_denominators(seen: list[dict]) -> None:
+    """policy_loss is told the responses and tokens of all micro-batches of all ranks in a step."""
+    steps = {}
+    for step, counts, _ in [call for rank in seen for call in rank["calls"]]:
+        steps.setdefault(step, []).append(counts)
+    for counts in steps.values():
+        sequences, tokens = (sum(numbers) for numbers in [*zip(*counts)][:2])
+        assert {numbers[2:] for numbers in counts} == {(sequences, tokens)}
 
 
-@pytest.mark.parametrize("script", ["reinforce_pp", "ppo"])
-def test_ranks_sample_apart_and_stay_equal(tmp_path, script):
-    """Real sampling, several steps: different prompts and draws on each rank, the same parameters to the last bit."""
-    flags = ["--num_iterations", "3", "--batch_size", "16", "--eval_every", "0", "--sample"]
-    one, other = drive(tmp_path, script, "float32", *flags)
-    for mine, yours in zip(one["prompts"], other["prompts"]):
-        rows = [{tuple(row.tolist()) for row in sequences} for sequences in (mine, yours)]
-        assert not rows[0] & rows[1]
-    assert all(map(torch.equal, one["parameters"], other["parameters"]))
-    assert len(one["gradients"]) >= 3
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_gradients_do_not_depend_on_micro_batches_or_ranks(records, name, dtype, ranks):
+    (whole,) = records(1)[name, dtype, 48]
+    assert all(float(gradient.norm()) > 1e-3 for gradient in whole["gradients"])
+    tolerance = DTYPES[dtype][0]
+    for size in SIZES[dtype][ranks]:
+        seen = records(ranks)[name, dtype, size]
+        assert distance(whole, seen[0]) < tolerance
+        assert (
+            len({rank["digest"] for rank in seen}) == 1
+            and len({str(rank["parameters"]) for rank in seen}) == 1
+        )
+
+        # every rank has a share, in order; a group never spans two
+        prompts, advantages = ([x for rank in seen for x in rank[key]] for key in ("prompts", "advantages"))
+        assert prompts == whole["prompts"]
+        groups = [{tuple(ids) for ids in rank["prompts"]} for rank in seen]
+        assert sum(map(len, groups)) == len(set.union(*groups))
+        numbers = [torch.tensor([*chain(*rows)]) for rows in (whole["advantages"], advantages)]
+        torch.testing.assert_close(*numbers, rtol=10 * tolerance, atol=10 * tolerance)
+
+        check_denominators(seen)
+        per_rank = [sum(counts[1] for _, counts, _ in rank["calls"]) for rank in seen]
+        assert len(set(per_rank)) == ranks  # were they equal, a count per rank would pass
+
+        # what is logged is that of all ranks; the first and the last line are evaluations
+        assert len(whole["metrics"]) == 3 and "eval/score/2-5" in whole["metrics"][0]
+        for line, expected in zip(seen[0]["metrics"], whole["metrics"], strict=True):
+            expected = {key: value for key, value in expected.items() if key != "tokens_per_second"}
+            assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_ranks_with_the_same_prompts_draw_different_responses(tmp_path):
-    """A dataset of one prompt repeated: what differs between the ranks can only be the draw."""
-    data = write_jsonl(tmp_path / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 64)
-    flags = ["--num_iterations", "1", "--batch_size", "64", "--eval_every", "0", "--sample", "--temperature", "2"]
-    one, other = drive(tmp_path, "reinforce_pp", "float32", *flags, "--dataset", data)
-    assert one["prompts"][0].shape != other["prompts"][0].shape or not torch.equal(
-        one["prompts"][0], other["prompts"][0]
-    )
+@pytest.mark.parametrize("name", SKELETONS)
+def test_every_response_has_its_own_score(records, tokenizer, name):
+    (seen,) = records(1)[name, "float64", 48]
+    k = len(seen["prompts"]) // len({tuple(ids) for ids in seen["prompts"]})
+    for i, (ids, scores) in enumerate(zip(seen["prompts"], seen["scores"], strict=True)):
+        for score, number in zip(
+            scores, (1 + i % k, 0)
+        ):  # of the response, and in remax.py of the greedy one
+            response = tokenizer.decode(fixed_response(tokenizer, ids, number), skip_special_tokens=True)
+            assert [score] == pytest.approx(reward([response], [tokenizer.decode(ids)]))
+    assert len({scores[0] for scores in seen["scores"]}) > 10
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
-def test_a_shared_optimizer_changes_memory_and_nothing_else(tmp_path, name):
-    """Weights of the run and its checkpoint are those of whole optimizers to the last bit,
-    also over --resume."""
-    small = "--batch_size 16 --max_response_length 12 --eval_every 0 --num_samples 0".split()
-    script, runs = ROOT / f"{name}.py", {}
-    for kind, flags in {"whole": [], "shared": ["--shard_optimizer"]}.items():
-        launch(script, *small, *flags, "--runs_dir", tmp_path / kind, "--num_iterations", 2, ranks=2)
-        runs[kind] = the_run(tmp_path / kind)
-        flags = [*small, *flags, "--runs_dir", tmp_path / kind, "--resume", runs[kind], "--num_iterations", 3]
-        launch(script, *flags, ranks=2)
-    states = [torch.load(run / "checkpoints" / "000003.pt", weights_only=True) for run in runs.values()]
-    for key in [key for key in states[0] if key.endswith("optimizer")]:
-        one, other = (state[key]["state"] for state in states)
-        assert one.keys() == other.keys() and len(one) > 10
-        for index, moments in one.items():
-            assert all(torch.equal(x, other[index][moment]) for moment, x in moments.items())
-    for key in ("policy", "critic"):
-        for weight, x in states[0].get(key, {}).items():
-            assert torch.equal(x, states[1][key][weight])
+@pytest.mark.parametrize("name", SKELETONS)
+def test_ranks_sample_apart_and_stay_equal(records, name):
+    """Three iterations: the same parameters to the last bit, a ratio of 1 at first, each prompt once."""
+    (alone,), pair = records(1)[name, "sampled"], records(2)[name, "sampled"]
+    assert pair[0]["parameters"] == pair[1]["parameters"] != alone["parameters"]
+    prompts = [tuple(ids) for rank in pair for ids in rank["prompts"]]
+    assert sorted(prompts) == sorted(map(tuple, alone["prompts"]))
+    per_iteration = len(set(map(tuple, alone["prompts"][:48])))
+    assert len(set(prompts)) == 3 * per_iteration
+    check_denominators([alone])
+    check_denominators(pair)
+    for seen in (alone, *pair):
+        steps = [step for step, *_ in seen["calls"]]
+        first = [deviation for step, _, deviation in seen["calls"] if step == 0]
+        assert max(first) < 5e-5 and max(steps) > 1
+    kl = [line["kl"] for line in alone["metrics"] if "kl" in line]  # the reference is the policy's start
+    assert abs(kl[0]) < 1e-4 < abs(kl[2])
 
 
-def test_each_rank_keeps_a_share_of_the_optimizer(tmp_path):
-    (tmp_path / "count.py").write_text(
-        "import os, sys, torch, torch.distributed as dist\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "import grpo\n"
-        "dist.init_process_group('gloo')\n"
-        "model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(8)])\n"
-        "for x in model.parameters(): x.grad = torch.ones_like(x)\n"
-        "optimizer = grpo.make_optimizer(grpo.Args(shard_optimizer=True), model, 1e-3, 2)\n"
-        "optimizer.step()\n"
-        "sizes = [x.numel() for state in optimizer.optim.state.values() for x in state.values()]\n"
-        "print('share', sum(sizes) / sum(2 * x.numel() for x in model.parameters()), flush=True)\n"
-        "dist.destroy_process_group()\n"
-    )
-    output = launch(tmp_path / "count.py", ranks=2).stdout
-    shares = [float(line.split()[1]) for line in output.splitlines() if line.startswith("share")]
-    assert len(shares) == 2 and all(0.4 < share < 0.6 for share in shares)
+@pytest.mark.parametrize("name", SKELETONS)
+def test_draws_differ_between_ranks_and_iterations(records, name):
+    """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
+    draws = [str(x) for rank in records(2)[name, "same"] for x in rank["responses"]]
+    assert len(draws) == 4 == len(set(draws))
+
+
+@pytest.mark.parametrize("name", SKELETONS)
+def test_a_run_on_two_ranks_ends_without_a_word(tmp_path, name):
+    """The script itself, as a user starts it: exit code 0, and no warning."""
+    flags = ["--batch_size", 48, "--num_iterations", 2, "--eval_every", 1, "--run_dir", tmp_path / "run"]
+    result = launch(ROOT / f"{name}.py", *flags, ranks=2)
+    assert result.stderr == "" and (tmp_path / "run" / "model" / "config.json").exists()

@@ -1,18 +1,23 @@
-"""Small random models of many architectures and tokenizers of many habits, saved as Hugging Face folders."""
+"""Small random models of many architectures, tokenizers of many habits, and a script run in this process."""
 
+import importlib
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
+import tyro
 
 WORDS = "<pad> <eos> <bos> <end> <user> <model> 0 1 2 3 4 5 6 7 8 9 + - = ? answer think".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = {"sliding_window": 4}  # prompts and responses are longer, so that it slides
 UNTIED = {"tie_word_embeddings": False}  # tied and random they repeat one token for ever
-MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+MAMBA |= {"mamba_chunk_size": 8, "mamba_d_ssm": 64}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+SCALAR = {"query_pre_attn_scalar": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 ARCHITECTURES = {
@@ -20,14 +25,8 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", SIZES | GROUPED),
     "gemma": ("Gemma", SIZES | GROUPED),
-    "gemma2": (
-        "Gemma2",
-        SIZES | GROUPED | WINDOW | {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8} | UNTIED,
-    ),
-    "gemma3": (
-        "Gemma3Text",
-        SIZES | GROUPED | WINDOW | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 8} | UNTIED,
-    ),
+    "gemma2": ("Gemma2", SIZES | GROUPED | WINDOW | SCALAR | UNTIED | {"final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", SIZES | GROUPED | WINDOW | SCALAR | UNTIED | {"sliding_window_pattern": 2}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "gpt_neox": ("GPTNeoX", SIZES),
     "qwen3_moe": ("Qwen3Moe", SIZES | GROUPED | EXPERTS),
@@ -36,8 +35,8 @@ ARCHITECTURES = {
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4} | UNTIED),
     "mistral": ("Mistral", SIZES | GROUPED | WINDOW),
     "lfm2": ("Lfm2", SIZES | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}),
-    "falcon_h1": ("FalconH1", SIZES | GROUPED | MAMBA | {"mamba_d_ssm": 64}),
-    "qwen3_next": ("Qwen3Next", SIZES | GROUPED | EXPERTS | LINEAR | {"layer_types": KINDS, "num_experts": 4}),
+    "falcon_h1": ("FalconH1", SIZES | GROUPED | MAMBA),
+    "qwen3_next": ("Qwen3Next", SIZES | GROUPED | EXPERTS | LINEAR | {"layer_types": KINDS}),
 }
 
 
@@ -56,18 +55,19 @@ def make_model(name: str, vocab_size: int = len(WORDS), seed: int = 0):
     return model.eval()
 
 
-CHAT = "{{bos_token}} {% for m in messages %}<{{'model' if m.role == 'assistant' else 'user'}}> {{m.content}} <end> "
-CHAT += "{% endfor %}{% if add_generation_prompt %}<model> "
-CHAT += "{% if enable_thinking is defined and not enable_thinking %}think think {% endif %}{% endif %}"
+CHAT = "{{bos_token}} {% for m in messages %}<{{'model' if m.role == 'assistant' else 'user'}}> {{m.content}}"
+CHAT += " <end> {% endfor %}{% if add_generation_prompt %}<model> {% endif %}"
 
 
 def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = False):
-    """One token per word. bos: puts <bos> before every text, as Llama's and Gemma's do; pad: any word, or None; chat:
-    has a template, whose turns end in <end> and not in <eos>, and that knows enable_thinking."""
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="?"))
+    """One token per word. bos: puts <bos> before every text, as Llama and Gemma do; pad: any word, or None;
+    chat: has a template, whose turns end in <end> and not in <eos>."""
+    words = {word: i for i, word in enumerate(WORDS)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     if bos:
-        core.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+        template = tokenizers.processors.TemplateProcessing
+        core.post_processor = template("<bos> $A", special_tokens=[("<bos>", 2)])
     special = {"eos_token": "<eos>", "bos_token": "<bos>"} | ({"pad_token": pad} if pad else {})
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
     tokenizer.chat_template = CHAT if chat else None
@@ -75,9 +75,21 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
 
 
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
-    """As the hub has it: several EOS ids stand in the generation config, as do samplers that nobody asked for."""
+    """As on the hub: several EOS ids stand in the generation config, and samplers that nobody asked for."""
     options = {"do_sample": True, "top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
-    model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids or 1, pad_token_id=0, **options)
+    if model.can_generate():
+        config = transformers.GenerationConfig(eos_token_id=stop_ids or 1, pad_token_id=0, **options)
+        model.generation_config = config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def run(script: str, **flags) -> None:
+    """A script as its command line starts it, in this process; a small run, if the flags say no more."""
+    module = importlib.import_module(script)
+    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8, "eval_every": 0}
+    words = []
+    for name, value in (small | flags).items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))

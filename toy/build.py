@@ -194,21 +194,11 @@ def make_untrained_model(seed: int):
 def train(script: str, out: Path, seed: int, *flags: str) -> None:
     """Run a script and take its model to out."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [
-            sys.executable,
-            str(HERE.parent / script),
-            "--seed",
-            str(seed),
-            "--device",
-            "cpu",
-            "--runs_dir",
-            runs,
-            *flags,
-        ]
-        subprocess.run(command, check=True)
-        (model,) = Path(runs).glob("*/model")
+        run_dir = Path(runs) / "run"
+        command = [sys.executable, str(HERE.parent / script), "--seed", str(seed), "--device", "cpu"]
+        subprocess.run([*command, "--run_dir", str(run_dir), *flags], check=True)
         out.mkdir(parents=True, exist_ok=True)
-        for file in model.iterdir():
+        for file in (run_dir / "model").iterdir():
             (out / file.name).write_bytes(file.read_bytes())
 
 
@@ -224,7 +214,7 @@ def main(args: Args) -> None:
         make_tokenizer().save_pretrained(untrained)
         make_untrained_model(args.seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
-        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --lr_schedule constant"
+        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --lr_schedule constant_with_warmup"
         flags = ["--model", str(untrained), "--dataset", str(curriculum), *flags.split()]
         train("sft.py", args.out / "base", args.seed, *flags)
     demonstrations = str(args.out / "demonstrations.jsonl")

@@ -1,0 +1,318 @@
+"""Every script's estimator against loops in float64 (references.py), the relations between them, and their
+expected gradients by enumerating all responses of a small policy."""
+
+import dataclasses
+import importlib
+import math
+from itertools import product
+
+import pytest
+import references
+import torch
+from conftest import POLICY_SCRIPTS, ROOT
+
+MODULES = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
+EXACT = dict(rtol=1e-10, atol=1e-11)
+
+
+def make_args(name: str, **flags):
+    """The script's flags with those of flags that it has."""
+    known = {field.name for field in dataclasses.fields(MODULES[name].Args)}
+    return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
+
+
+def make_rollout(
+    seed: int, k: int = 1, prompts: int = 3, dtype=torch.float64, garbage: float = math.nan
+) -> dict:
+    """k responses to each prompt, of 1 to 9 tokens, two of them with holes in their mask; garbage where it is
+    false."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = prompts * k, 9
+    lengths = torch.randint(1, T + 1, (B,), generator=g)
+    lengths[:2] = T
+    mask = torch.arange(T) < lengths[:, None]
+    mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
+    draw = lambda: torch.randn(B, T, generator=g, dtype=dtype).masked_fill(~mask, garbage)  # noqa: E731
+    rollout = {"response_mask": mask, "scores": torch.randn(B, generator=g, dtype=dtype)}
+    rollout |= {"logprobs": -draw().abs(), "ref_logprobs": -draw().abs(), "values": draw()}
+    rollout |= {"kl": rollout["logprobs"] - rollout["ref_logprobs"], "advantages": draw().nan_to_num(5.0)}
+    return rollout | {"greedy_scores": torch.randn(B, generator=g, dtype=dtype)}
+
+
+def advantages_of(name: str, rollout: dict, **flags) -> torch.Tensor:
+    return MODULES[name].compute_advantages(make_args(name, **flags), rollout)["advantages"]
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_every_script_has_a_reference_and_a_row(name):
+    missing = references.missing(name, (ROOT / "README.md").read_text())
+    assert not missing, "; ".join(missing)
+
+
+def test_a_new_script_is_told_what_it_lacks():
+    missing = references.missing(
+        "throwaway", "| [`rloo.py`](rloo.py) | RLOO |\nsee [`throwaway.py`](throwaway.py)"
+    )
+    assert [text.split(" in its")[0] for text in missing] == [
+        "tests/references.py has no throwaway_advantages",
+        "tests/references.py has no throwaway_loss",
+        "README.md has no row [`throwaway.py`](throwaway.py)",
+    ]
+    assert references.missing("rloo", "| [`rloo.py`](rloo.py) | RLOO |") == []
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_advantages_equal_the_loops(name, beta):
+    for seed, k in product(range(4), (2, 3, 8)):
+        args = make_args(name, kl_coef=beta, samples_per_prompt=k)
+        rollout = make_rollout(seed, k)
+        rollout["scores"][-k:] = 1 / 3  # one group whose scores are all equal
+        result = MODULES[name].compute_advantages(args, rollout)
+        for key, values in result.items():
+            expected = getattr(references, f"{name}_{key}")(args, rollout)
+            torch.testing.assert_close(values, expected, **EXACT)
+            assert (values[~rollout["response_mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_nothing_is_attached_and_the_dtype_stays(name):
+    for dtype in (torch.float32, torch.float64):
+        rollout = make_rollout(0, k=4, dtype=dtype, garbage=0.0)
+        for key in ("kl", "logprobs", "ref_logprobs", "values", "scores", "greedy_scores"):
+            rollout[key].requires_grad_()
+        result = MODULES[name].compute_advantages(make_args(name, samples_per_prompt=4), rollout)
+        assert all(x.dtype == dtype for x in result.values()) and not result["advantages"].requires_grad
+        rollout |= result
+        logprobs = rollout["logprobs"].detach() + 0.1
+        loss, stats = MODULES[name].policy_loss(make_args(name), rollout, logprobs.requires_grad_(), 5, 7)
+        assert loss.dtype == dtype and loss.requires_grad
+        assert all(not value.requires_grad and value.dtype == dtype for value in stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_loss_gradient_and_clip_fraction_equal_the_loops(name, seed):
+    """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
+    mb, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2)
+    mask = mb["response_mask"]
+    noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logprobs = (mb["logprobs"] + 0.5 * noise).requires_grad_()  # ratios from 0.3 to 3
+    loss, stats = MODULES[name].policy_loss(args, mb, logprobs, num_sequences=13, num_tokens=57)
+    expected, share = getattr(references, f"{name}_loss")(args, mb, logprobs, 13, 57)
+    torch.testing.assert_close(loss, expected, **EXACT)
+    torch.testing.assert_close(stats["policy_loss"], expected.detach(), **EXACT)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient[mask], torch.autograd.grad(expected, logprobs)[0][mask], **EXACT)
+    assert (gradient[~mask] == 0).all()
+    assert ("clip_fraction" in stats) == (share is not None)
+    if share is not None:
+        assert float(stats["clip_fraction"]) == pytest.approx(share, rel=1e-12) and 0 < share < 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_value_loss_and_its_gradient_equal_the_loops(seed):
+    mb, ppo = make_rollout(seed, k=3, garbage=5.0), MODULES["ppo"]
+    mask, args = mb["response_mask"], ppo.Args(value_clip_eps=0.2)
+    g = torch.Generator().manual_seed(seed)
+    mb["returns"] = torch.randn(mask.shape, generator=g, dtype=torch.float64)
+    values = mb["values"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)
+    loss, stats = ppo.value_loss(args, mb, values.requires_grad_(), num_tokens=41)
+    expected = references.ppo_value_loss(args, mb, values, 41)
+    torch.testing.assert_close(loss, expected, **EXACT)
+    torch.testing.assert_close(stats["value_loss"], expected.detach(), **EXACT)
+    (gradient,) = torch.autograd.grad(loss, values)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, values)[0], **EXACT)
+
+
+CLIPS = [
+    (1.0, 1.5, 0.0),
+    (1.0, 0.5, -0.5),
+    (-1.0, 1.5, 1.5),
+    (-1.0, 0.5, 0.0),
+    (1.0, 1.1, -1.1),
+    (-1.0, 0.9, 0.9),
+]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("advantage, ratio, slope", CLIPS)
+def test_the_clip_is_one_sided(name, advantage, ratio, slope):
+    """min, not max: a bad token that has become likelier is still pushed down."""
+    mb = {
+        "response_mask": torch.ones(1, 1, dtype=torch.bool),
+        "advantages": torch.tensor([[advantage]]).double(),
+    }
+    mb |= {"logprobs": torch.zeros(1, 1).double(), "ref_logprobs": torch.zeros(1, 1).double()}
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    loss, stats = MODULES[name].policy_loss(make_args(name, kl_coef=0.0, clip_eps=0.2), mb, logprobs, 1, 1)
+    loss.backward()
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert stats["clip_fraction"].item() == (slope == 0)
+
+
+GROUPED = [name for name in POLICY_SCRIPTS if MODULES[name].Args.min_samples_per_prompt > 1]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("score", [0.1, 1 / 3, -0.7])
+@pytest.mark.parametrize("k", range(2, 9))
+def test_equal_scores_in_float32(name, score, k):
+    """The mean of k equal floats may be off by a rounding; over a std of that size it would be |A| = 0.95.
+    Lengths differ, since statistics over tokens would give such a group something."""
+    rollout = make_rollout(k, k, prompts=2, dtype=torch.float32)
+    rollout["scores"] = torch.cat([torch.full((k,), score), torch.linspace(-1, 1, k)])
+    advantages = advantages_of(name, rollout, samples_per_prompt=k, kl_coef=0.0)
+    args = make_args(name, samples_per_prompt=k, kl_coef=0.0)
+    expected = getattr(references, f"{name}_advantages")(args, rollout)
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
+    if name in ("grpo", "reinforce_pp_baseline"):  # they divide by a std
+        assert (advantages[:k] == 0).all()
+
+
+def test_whitening_survives_float32():
+    """Mean 1e4, std 0.1: E[x^2] - E[x]^2 in float32 gives a variance of any sign."""
+    x = 1e4 + 0.1 * torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    for name in ("reinforce_pp", "ppo"):
+        white = MODULES[name].whiten(x, torch.ones_like(x, dtype=torch.bool))
+        assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo", "remax", "rloo"])
+def test_the_policy_is_charged_for_kl_and_not_paid(name):
+    """A token likelier than under the reference comes out below one that is not."""
+    rollout = make_rollout(0, k=2, prompts=1, garbage=0.0) | {
+        "response_mask": torch.ones(2, 1, dtype=torch.bool)
+    }
+    rollout |= {"scores": torch.zeros(2).double(), "greedy_scores": torch.zeros(2).double()}
+    rollout |= {"values": torch.zeros(2, 1).double(), "kl": torch.tensor([[1.0], [-1.0]]).double()}
+    advantages = advantages_of(name, rollout, kl_coef=0.1, samples_per_prompt=2)
+    assert advantages[0, 0] < 0 < advantages[1, 0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline"])
+def test_a_kl_in_the_loss_pulls_towards_the_reference(name):
+    mb = {"response_mask": torch.ones(1, 2, dtype=torch.bool), "ref_logprobs": torch.tensor([[-1.0, -2.0]])}
+    mb |= {"advantages": torch.zeros(1, 2), "logprobs": torch.tensor([[-1.5, -1.5]])}
+    logprobs = torch.tensor(
+        [[-1.5, -1.5]], requires_grad=True
+    )  # less and more likely than under the reference
+    loss, _ = MODULES[name].policy_loss(make_args(name, kl_coef=1.0), mb, logprobs, 1, 2)
+    loss.backward()
+    assert loss > 0 and logprobs.grad[0, 0] < 0 < logprobs.grad[0, 1]
+
+
+def test_relations_between_the_estimators():
+    k, rollout = 4, make_rollout(0, 4)
+    mask, scores = rollout["response_mask"], rollout["scores"].view(-1, k)
+    scaled = k / (k - 1) * (scores - scores.mean(1, keepdim=True)).view(-1, 1) * mask
+    rloo = advantages_of("rloo", rollout, kl_coef=0.0, samples_per_prompt=k)
+    torch.testing.assert_close(rloo, scaled, **EXACT)
+    rollout["values"] = torch.zeros_like(rollout["values"])
+    ppo = advantages_of("ppo", rollout, gae_lambda=1.0, kl_coef=0.1)
+    torch.testing.assert_close(ppo, advantages_of("reinforce_pp", rollout, kl_coef=0.1), **EXACT)
+    ppo = MODULES["ppo"].compute_advantages(make_args("ppo", gae_lambda=1.0, kl_coef=0.1), rollout)
+    rollout["greedy_scores"] = torch.zeros_like(rollout["scores"])
+    torch.testing.assert_close(ppo["returns"], advantages_of("remax", rollout, kl_coef=0.1), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("scale, shift", [(0.5, 0.5), (37.0, -1e3)])
+def test_advantages_do_not_depend_on_the_scale_of_the_score(name, scale, shift):
+    """So 0/1 and -1/1 rewards train alike."""
+    rollout = make_rollout(1, k=4)
+    before = advantages_of(name, rollout, kl_coef=0.0, samples_per_prompt=4)
+    rollout["scores"] = scale * rollout["scores"] + shift
+    after = advantages_of(name, rollout, kl_coef=0.0, samples_per_prompt=4)
+    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-10)
+
+
+# A policy small enough to write down every response. Its probabilities are multiples of 1/4, so that a batch
+# of 64 rows holds each response exactly as often as it is probable: averages over it are expectations.
+EOS, T, ROWS = 2, 3, 64
+PROBS = {
+    (): [2, 1, 1],
+    (0,): [1, 1, 2],
+    (1,): [1, 2, 1],
+}  # quarters for the tokens 0, 1, EOS after each prefix
+PROBS |= {(0, 0): [1, 2, 1], (0, 1): [2, 1, 1], (1, 0): [1, 1, 2], (1, 1): [1, 1, 2]}
+PREFIXES = list(PROBS)
+ENDED = (row[: row.index(EOS) + 1] if EOS in row else row for row in product(range(3), repeat=T))
+RESPONSES = sorted(set(ENDED))
+
+
+class SmallPolicy:
+    """Its logits, those of a reference, and the exact gradient of E[score] - beta KL over whole responses."""
+
+    def __init__(self):
+        probs = torch.tensor([PROBS[prefix] for prefix in PREFIXES], dtype=torch.float64) / 4
+        self.logits = probs.log().requires_grad_()
+        generator = torch.Generator().manual_seed(0)
+        self.logprob = self.logits.log_softmax(-1)
+        self.ref_logprob = torch.randn(probs.shape, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+    def score(self, response) -> float:
+        return math.sin(7.0 * sum((t + 1) * (token + 1) for t, token in enumerate(response)))
+
+    def rollout(self, rows) -> tuple[dict, torch.Tensor]:
+        """The rollout of these responses, and their differentiable log-probs."""
+        mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
+        state = torch.tensor(
+            [[PREFIXES.index(row[:t]) if t < len(row) else 0 for t in range(T)] for row in rows]
+        )
+        token = torch.tensor([[row[t] if t < len(row) else 0 for t in range(T)] for row in rows])
+        new, ref = self.logprob[state, token], self.ref_logprob[state, token]
+        greedy = ()
+        while len(greedy) < T and EOS not in greedy:
+            greedy += (int(self.logits[PREFIXES.index(greedy)].argmax()),)
+        rollout = {"response_mask": mask, "logprobs": new.detach(), "ref_logprobs": ref}
+        rollout["kl"] = (new.detach() - ref).masked_fill(~mask, 0.0)
+        rollout["scores"] = torch.tensor([self.score(row) for row in rows], dtype=torch.float64)
+        rollout["greedy_scores"] = torch.full((len(rows),), self.score(greedy), dtype=torch.float64)
+        return rollout, new
+
+    def gradient(self, name: str, rows, args, num_sequences, num_tokens) -> torch.Tensor:
+        """Of the script's loss on these responses, with respect to the logits."""
+        rollout, new = self.rollout(rows)
+        rollout |= MODULES[name].compute_advantages(args, rollout)
+        loss, _ = MODULES[name].policy_loss(args, rollout, new, num_sequences, num_tokens)
+        return torch.autograd.grad(loss, self.logits, retain_graph=True)[0]
+
+    def exact_gradient(self, beta: float) -> torch.Tensor:
+        rollout, new = self.rollout(RESPONSES)
+        new, ref = (
+            x.masked_fill(~rollout["response_mask"], 0.0).sum(1) for x in (new, rollout["ref_logprobs"])
+        )
+        objective = (new.exp() * (rollout["scores"] - beta * (new - ref))).sum()
+        return torch.autograd.grad(objective, self.logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("name, k", [("rloo", 2), ("remax", 1)])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_rloo_and_remax_are_unbiased(name, k, beta):
+    """A token mean has a random denominator; with 1 it is the sum, whose expectation is the estimator's."""
+    policy, args = SmallPolicy(), make_args(name, kl_coef=beta, samples_per_prompt=k)
+    rollout, new = policy.rollout(RESPONSES)
+    probability = dict(zip(RESPONSES, new.masked_fill(~rollout["response_mask"], 0.0).sum(1).exp().tolist()))
+    expected = sum(
+        math.prod(probability[row] for row in group) * policy.gradient(name, group, args, k, k)
+        for group in product(RESPONSES, repeat=k)
+    )
+    torch.testing.assert_close(-expected, policy.exact_gradient(beta), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05, 0.5])
+def test_reinforce_pp_ascends_reward_minus_beta_kl(beta):
+    """Over the whole population its whitened token mean is -ROWS / (N_tok std) times the exact gradient."""
+    policy, args = SmallPolicy(), make_args("reinforce_pp", kl_coef=beta)
+    rows = []
+    for response in RESPONSES:
+        quarters = math.prod(PROBS[response[:t]][token] for t, token in enumerate(response))
+        rows += [response] * (ROWS * quarters // 4 ** len(response))
+    assert len(rows) == ROWS
+    rollout, _ = policy.rollout(rows)
+    mask = rollout["response_mask"]
+    gradient = policy.gradient("reinforce_pp", rows, args, ROWS, int(mask.sum()))
+    returns = rollout["kl"].flip(1).cumsum(1).flip(1).mul(-beta) + rollout["scores"][:, None]
+    factor = -ROWS / (mask.sum() * returns[mask].std(correction=0))
+    torch.testing.assert_close(gradient, factor * policy.exact_gradient(beta), rtol=1e-9, atol=1e-10)

@@ -1,0 +1,201 @@
+"""The three kinds of reward, and what happens to a score before the advantage."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import POLICY_SCRIPTS, ROOT, make_llama, read_jsonl, write_jsonl
+from zoo import WORDS, make_tokenizer, run, save
+
+import grpo
+import ppo
+
+CPU = torch.device("cpu")
+PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
+RESPONSES = ["think 3 + 5 = 8 answer 8", "answer 8", "think 9 answer 1 answer"]
+ENDED = [True, False, True]
+ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
+
+
+def generated(tokenizer, responses=RESPONSES, ended=ENDED):
+    """What generate would give for these responses, the prompts left out but for one token."""
+    ids = [
+        tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(responses, ended)
+    ]
+    T = max(map(len, ids))
+    sequences = torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids])
+    mask = torch.tensor([[i < len(x) for i in range(T)] for x in ids])
+    return sequences, None, mask, None, None, ~torch.tensor(ended)
+
+
+def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
+    tokenizer, args = tokenizer or make_tokenizer(), grpo.Args(reward=str(reward), **flags)
+    return grpo.score(
+        args, grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, generated(tokenizer)
+    )
+
+
+@pytest.mark.parametrize(
+    "marker, completion, answer, expected",
+    [
+        ("answer", "think 3 answer 8", "8", 1),
+        ("answer", "answer 3 answer  8 ", 8, 1),  # the last one, spaces aside, and a number in the column
+        ("answer", "answer 8 answer 3", "8", 0),
+        ("answer", "answer 8 or 9", "8", 0),
+        ("answer", "answer", "8", 0),
+        ("answer", "answer 8", " 8\n", 1),
+        ("answer", " 8", "8", 1),  # without a marker the whole completion counts
+        ("answer", "it is 8", "8", 0),
+        ("####", "6 * 7 = 42 #### 42", "42", 1),
+        ("####", "", "42", 0),
+    ],
+)
+def test_exact_answer(marker, completion, answer, expected):
+    assert grpo.exact_answer(marker, [completion], [answer]) == [expected]
+
+
+def test_exact_answer_scores_the_sampled_text_without_its_eos():
+    assert scores("exact_answer").tolist() == [1.0, 1.0, 0.0]
+    assert scores("exact_answer", answer_marker="=").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import math\n"
+        "def length(completions, truncated, prompts, answer, **columns):\n"
+        f"    assert completions == {RESPONSES} and prompts == {PROMPTS}\n"
+        "    assert answer == ['8', '8', '0'] and truncated == [False, True, False]\n"
+        "    return [math.sqrt(len(text.split())) for text in completions]\n"
+    )
+    expected = [8**0.5, 2**0.5, 5**0.5]
+    assert scores(f"{tmp_path}/mine.py:length").tolist() == pytest.approx(expected)
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+def test_scores_are_processed_in_order():
+    raw, truncated = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([False, True, False])
+    process = lambda **flags: grpo.process_scores(grpo.Args(**flags), raw, truncated)  # noqa: E731
+    assert torch.equal(process(), raw)
+    assert process(missing_eos_penalty=0.5).tolist() == [1.0, -1.5, 3.0]
+    assert process(missing_eos_penalty=0.5, reward_scale=2.0).tolist() == [2.0, -3.0, 6.0]
+    assert process(missing_eos_penalty=0.5, reward_scale=2.0, reward_clip=2.5).tolist() == [2.0, -2.5, 2.5]
+    z = process(missing_eos_penalty=0.5, reward_zscore=True)
+    expected = torch.tensor([1.0, -1.5, 3.0])
+    torch.testing.assert_close(z, (expected - expected.mean()) / expected.std(correction=0))
+    assert process(reward_zscore=True, reward_clip=1.0).tolist()[1:] == [-1.0, 1.0]  # clipped after it
+    assert grpo.process_scores(grpo.Args(reward_zscore=True), torch.ones(3), truncated).tolist() == [0.0] * 3
+
+
+def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
+    """Two ranks with two scores each: what the other rank adds to a sum stands in for it."""
+    mine, other = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 9.0])
+    both = torch.cat([mine, other])
+    added = [other.mean(), (other - both.mean()).square().mean()]
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    monkeypatch.setattr(grpo, "all_sum", lambda x: x + added.pop(0))
+    z = grpo.process_scores(grpo.Args(reward_zscore=True), mine, torch.zeros(2, dtype=torch.bool))
+    torch.testing.assert_close(z, ((both - both.mean()) / both.std(correction=0))[:2])
+
+
+def save_reward_model(folder, tokenizer, pad_token_id=0):
+    torch.manual_seed(0)
+    config = make_llama(len(WORDS)).config
+    config.update({"num_labels": 1, "pad_token_id": pad_token_id})
+    save(folder, transformers.LlamaForSequenceClassification(config), tokenizer)
+    return folder
+
+
+def unpadded(folder, texts: list[list[int]]) -> torch.Tensor:
+    """Scores of each sequence by itself, taken from the saved model's last hidden state."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts]
+        return torch.stack([model.score(x)[0] for x in hidden])
+
+
+@pytest.mark.parametrize("pad_token_id", [0, 1, None])  # its own, the EOS, none at all
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
+def test_a_reward_model_reads_prompt_and_response_with_eos_where_it_ended(
+    tmp_path, pad_token_id, micro_batch_size
+):
+    """At the last column whatever the padding, by positions without it: one score for any micro-batch."""
+    tokenizer = make_tokenizer(pad="<eos>")
+    save_reward_model(tmp_path, tokenizer, pad_token_id)
+    texts = zip(PROMPTS, RESPONSES, ENDED)
+    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
+    found = scores(tmp_path, tokenizer, micro_batch_size=micro_batch_size)
+    torch.testing.assert_close(found, unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, chats):
+    """The policy's words have other numbers; the turn of a truncated response stays open, and has no EOS."""
+    own = make_tokenizer(bos=True, chat=True)
+    save_reward_model(tmp_path, own)
+    changed = json.loads(own.backend_tokenizer.to_str())
+    changed["model"]["vocab"] = {word: 23 - i if i > 1 else i for i, word in enumerate(WORDS)}
+    core = type(own.backend_tokenizer).from_str(json.dumps(changed))
+    policy = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    assert policy("think")["input_ids"] != own("think")["input_ids"]
+    chat = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    rows = [row | {"prompt": x} for row, x in zip(ROWS, chat)] if chats else ROWS
+    found = scores(tmp_path, policy, rows)
+    plain = lambda text: own(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    texts = [[2, 4, *plain(p), 3, 5, *plain(r)] for p, r in zip(PROMPTS, RESPONSES)]
+    texts = [[*ids, 3, 1] if end else ids for ids, end in zip(texts, ENDED)]
+    torch.testing.assert_close(found, unpadded(tmp_path, texts), rtol=0, atol=1e-5)
+
+
+def test_a_template_that_ends_in_eos_gets_no_second_one(tmp_path):
+    tokenizer = make_tokenizer()
+    turns = "{% for m in messages %}{{ m.content }} {{ '<eos>' if m.role == 'assistant' }} {% endfor %}"
+    tokenizer.chat_template = turns
+    save_reward_model(tmp_path, tokenizer)
+    texts = zip(PROMPTS, RESPONSES, ENDED)
+    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
+    torch.testing.assert_close(scores(tmp_path), unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_path):
+    """--reward gives 3, --eval_reward 7, and neither is asked for the other's."""
+    (tmp_path / "mine.py").write_text(
+        "def train(prompts, **_): return [3.0] * len(prompts)\n"
+        "def held_out(prompts, group, **_): return [7.0 if g == 'a' else 8.0 for g in group]\n"
+    )
+    held_out = [row | {"group": group} for row in ROWS for group in "ab"]
+    flags = {"eval_dataset": write_jsonl(tmp_path / "e.jsonl", held_out), "eval_every": 1, "log_every": 1}
+    flags |= {"reward": f"{tmp_path}/mine.py:train", "eval_reward": f"{tmp_path}/mine.py:held_out"}
+    run(script, run_dir=tmp_path / "run", **flags)
+    evaluated = {"eval/score/a": 7.0, "eval/score/b": 8.0}
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line for line in lines if "score" not in line] == [
+        {"iteration": i} | evaluated for i in (0, 1, 2)
+    ]
+    assert [line["score"] for line in lines if "score" in line] == [3.0, 3.0]
+    assert {row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {3.0, 7.0, 8.0}
+
+
+@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+def test_a_run_with_a_reward_model_of_another_tokenizer(script, tmp_path):
+    save_reward_model(tmp_path / "rm", make_tokenizer(bos=True, chat=True))
+    run(script, reward=tmp_path / "rm", run_dir=tmp_path / "run", num_iterations=1)
+    assert -100 < read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["score"] != 0
+
+
+def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path):
+    save_reward_model(tmp_path, make_tokenizer())  # <eos> is 1 as in the toy, but the digits are others
+    toy, models = ROOT / "toy", {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(toy / "policy")
+    for name in (toy / "reward_model", tmp_path, "exact_answer", "mine.py:f"):
+        models[str(name)] = ppo.load_critic(ppo.Args(reward=str(name)), tokenizer, CPU).state_dict()
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model").state_dict()
+    policy = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy").state_dict()
+    for name, state in models.items():
+        start = judge if name.endswith("reward_model") else policy
+        for key, x in state.items():
+            if key == "head.weight":
+                assert torch.equal(x, judge["score.weight"] if start is judge else torch.zeros_like(x))
+            else:
+                assert torch.equal(x, start[key.replace("decoder.", "model.", 1)])
