@@ -64,9 +64,7 @@ class Args:
     model: str = "toy/policy"  # policy to start from, and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # hub id, folder, .jsonl, .parquet with `prompt`: text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = (
-        None  # held-out prompts; a column `group` splits the result; the toy has its own
-    )
+    eval_dataset: str | None = None  # held-out prompts; column `group` splits the result; the toy has its own
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks

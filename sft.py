@@ -251,7 +251,7 @@ def encode(tokenizer, row, where):
     check(is_text or tokenizer.chat_template, f"{where} is a chat, --model has no chat template; use texts")
     template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     start = (tokenizer if is_text else template)(prompt)["input_ids"]
-    end = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    end = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return {"prompt": prompt, "ids": start + end, "prompt_length": len(start), "num_tokens": len(end)}
 
 

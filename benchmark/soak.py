@@ -16,6 +16,7 @@ states must be those of a run left alone, to the last bit. Writes results/soak.j
 differs.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -95,7 +96,7 @@ class Args:
 
 
 def start(script: str, ranks: int, run_dir: Path, *flags: str, kill: str = "") -> subprocess.Popen:
-    """A run in a session of its own; what it says goes to a file beside run_dir."""
+    """A run in the background; what it says goes to a file beside run_dir."""
     killer, log = run_dir.with_suffix(".py"), run_dir.with_suffix(".log")
     killer.parent.mkdir(parents=True, exist_ok=True)
     killer.write_text(KILLER)
@@ -103,33 +104,39 @@ def start(script: str, ranks: int, run_dir: Path, *flags: str, kill: str = "") -
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [killer, kill or ":", ROOT / f"{script}.py", "--run_dir", run_dir, *flags]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOAK": str(run_dir)}
     with log.open("a") as file:
         return subprocess.Popen(
             [*map(str, command)], env=env, stdout=file, stderr=file, start_new_session=True
         )
 
 
-def process_of(process: subprocess.Popen, rank: int) -> int:
-    """The id of a rank's process: the one in torchrun's session whose environment says so; else its own."""
+def processes(run_dir: Path, rank: int | None = None) -> list[int]:
+    """Those of a run, by a mark in their environment: torchrun gives each rank a session of its own."""
+    found, marks = [], [f"SOAK={run_dir}".encode()]
+    marks += [] if rank is None else [f"RANK={rank}".encode()]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == process.pid and b"\0RANK=%d\0" % rank in (folder / "environ").read_bytes():
-                return int(folder.name)
-        except OSError:  # gone meanwhile
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile, or not ours
             continue
-    return process.pid
+        if all(mark in variables for mark in marks):
+            found.append(int(folder.name))
+    return found
 
 
-def end(process: subprocess.Popen) -> int:
-    """Its exit code, when all of its session have gone."""
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen, run_dir: Path) -> int:
+    """Its exit code, when all of its processes have gone."""
     code = process.wait(timeout=300)
-    if code < 0:  # torchrun itself was killed; its ranks are too, or find that it is gone
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    while left := processes(run_dir):
+        kill_all(left)
+        time.sleep(0.05)
     return code
 
 
@@ -171,20 +178,21 @@ def soak(number: int, whole: Path, script: str, ranks: int, most: int, folder: P
             break
         # Half of the kills come at any time, imports, training and the end included.
         moment = rng.choice(MOMENTS) if rng.random() < 0.5 else "any time"
-        kill = "" if moment == "any time" else f"{moment}:{rng.randint(1, 2)}"
+        kill = (
+            "" if moment == "any time" else f"{moment}:{rng.choice([1, 2] if moment != MOMENTS[-1] else [1])}"
+        )
         process = start(script, ranks, run_dir, *FLAGS.split(), kill=kill)
         if not kill:
             time.sleep(rng.uniform(1.5, 5.0) if ranks == 1 else rng.uniform(3.0, 8.0))
             victim = rng.choice(["rank 0", "rank 1", "all"][: 3 if ranks > 1 else 1])
-            if process.poll() is None and victim == "all":
-                os.killpg(process.pid, signal.SIGKILL)
-            elif process.poll() is None:
-                os.kill(process_of(process, int(victim[-1])), signal.SIGKILL)
+            rank = int(victim[-1]) if ranks > 1 and victim != "all" else None
+            if process.poll() is None:
+                kill_all(processes(run_dir, rank))
             moment += f", {victim}" * (ranks > 1)
-        code = end(process)
+        code = end(process, run_dir)
         kills += [kill or moment] if code else []
     if code:
-        code = end(start(script, ranks, run_dir, *FLAGS.split()))
+        code = end(start(script, ranks, run_dir, *FLAGS.split()), run_dir)
     wrong = differences(whole, run_dir) if code == 0 else [f"exit code {code}"]
     if wrong:
         print(run_dir.with_suffix(".log").read_text()[-3000:])
@@ -198,8 +206,8 @@ def main(args: Args) -> None:
         while (hit := sum(len(run["kills"]) for run in runs)) < args.kills:
             script, ranks = ["grpo", "ppo"][len(runs) % 2], [1, 2][len(runs) // 2 % 2]
             if (script, ranks) not in whole:
-                whole[script, ranks] = Path(folder) / f"{script}_{ranks}"
-                assert end(start(script, ranks, whole[script, ranks], *FLAGS.split())) == 0
+                whole[script, ranks] = path = Path(folder) / f"{script}_{ranks}"
+                assert end(start(script, ranks, path, *FLAGS.split()), path) == 0
             most = min(5, args.kills - hit)
             runs.append(soak(len(runs), whole[script, ranks], script, ranks, most, Path(folder)))
             print(json.dumps(runs[-1]), flush=True)

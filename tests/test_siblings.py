@@ -55,14 +55,6 @@ def test_the_skeleton_names_no_algorithm(name):
     assert not found, found
 
 
-def test_a_launch_line_names_its_own_script():
-    for name, source in SOURCES.items():
-        launched = re.findall(
-            r"^    (?:python|OMP_NUM_THREADS=8 torchrun --nproc-per-node 8) (\S+)", source, re.M
-        )
-        assert launched == [f"{name}.py"] * 2
-
-
 def imports_from(source: str) -> set[str]:
     """What a script imports of this repository."""
     names = set()

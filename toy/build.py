@@ -1,10 +1,11 @@
-"""Remake everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, the models.
+"""Make everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
 
-    python toy/build.py                     about five minutes on two cores; the same seed gives the same files
+    python toy/build.py                     about five minutes on two cores; the same seed, the same data
     python toy/build.py --out /tmp/toy      elsewhere, to compare
 
-The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses (`answer 6`)
-or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md beside this file says what each result is for.
+The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses
+(`answer 6`) or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md beside this file says what
+each result is for.
 """
 
 import json
@@ -214,8 +215,9 @@ def main(args: Args) -> None:
         make_tokenizer().save_pretrained(untrained)
         make_untrained_model(args.seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
-        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --lr_schedule constant_with_warmup"
-        flags = ["--model", str(untrained), "--dataset", str(curriculum), *flags.split()]
+        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
+        flags += ["--lr_schedule", "constant_with_warmup"]
+        flags += ["--model", str(untrained), "--dataset", str(curriculum)]
         train("sft.py", args.out / "base", args.seed, *flags)
     demonstrations = str(args.out / "demonstrations.jsonl")
     flags = ["--model", str(args.out / "base"), "--dataset", demonstrations]
