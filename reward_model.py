@@ -210,9 +210,9 @@ def main(args):
 
 
 def check(condition, message):
-    """If the condition is false, print one sentence and exit with code 2; rank 0 first, to say it once."""
+    """One sentence and exit code 2 if the condition is false; while a rank waits, rank 0 may have said it."""
     if not condition:
-        time.sleep(min(RANK, 5))
+        time.sleep(5 * RANK)
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

@@ -344,9 +344,9 @@ def main(args):
         metrics |= {name: float(all_sum(x)) for name, x in stats.items()}
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["tokens_per_second"] = metrics["response_length"] * args.batch_size / (time.time() - began)
-        due = iteration % args.log_every == 0 or began // 60 < time.time() // 60  # a new minute
+        due, late = iteration % args.log_every == 0, began // 60 < time.time() // 60  # a line a minute
         samples = describe(tokenizer, batch, generated, raw_scores) if due else []
-        log(run_dir, track, iteration, metrics, samples[:: args.samples_per_prompt][:3])
+        log(run_dir, track, iteration, metrics, samples[:: args.samples_per_prompt][:3], late)
         due = args.save_every and iteration % args.save_every == 0
         if RANK == 0 and (due or iteration == args.num_iterations):
             save_checkpoint(run_dir, iteration, state)
@@ -364,9 +364,9 @@ def main(args):
 
 
 def check(condition, message):
-    """One sentence and exit code 2 if the condition is false; while a rank waits, rank 0 may have said it."""
+    """One sentence and exit code 2 if the condition is false; while a rank waits, a lower one may say it."""
     if not condition:
-        time.sleep(min(RANK, 5))
+        time.sleep(5 * RANK)
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
@@ -453,13 +453,13 @@ def load_rows(args, flag, name, split, model, tokenizer, least=1):
     with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
         # what is local is streamed, since the cache may hold an older folder of that name
         rows = list(datasets.load_dataset(**source, streaming=Path(path).exists()))
-    for number, row in enumerate(rows):
-        prompt = row.get("prompt")
-        is_text = isinstance(prompt, str)
-        check(prompt, f"{where}: row {number} has an empty prompt, or none; fill in the column `prompt`")
-        check(is_text or tokenizer.chat_template, f"{where}: has chats, --model no chat template; use text")
-        template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
-        row["prompt_ids"] = (tokenizer if is_text else template)(prompt)["input_ids"]
+        for number, row in enumerate(rows):
+            prompt = row.get("prompt")
+            is_text = isinstance(prompt, str)
+            check(prompt, f"{where}: row {number} has an empty prompt, or none; fill in the column `prompt`")
+            check(is_text or tokenizer.chat_template, f"{where}: has chats, --model no chat template")
+            template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
+            row["prompt_ids"] = (tokenizer if is_text else template)(prompt)["input_ids"]
     kept = [row for row in rows if 0 < len(row["prompt_ids"]) <= longest]
     text = f"{len(kept)} of {len(rows)} prompts have 1 to --max_prompt_length {longest} tokens"
     check(len(kept) >= least, f"{where}: {text}; give {least} or more")
@@ -474,8 +474,10 @@ def load_rows(args, flag, name, split, model, tokenizer, least=1):
 def exact_answer(marker, /, completions, answer=(None,), **columns):
     """1 if the text after the last marker (all of it without a marker) equals the answer, else 0."""
     check(None not in answer, "--reward exact_answer: fill in the column `answer` in all rows of the dataset")
-    pairs = zip(completions, answer)
-    return [float(text.rpartition(marker)[2].strip() == str(right).strip()) for text, right in pairs]
+    return [
+        float(text.rpartition(marker)[2].strip() == str(right).strip())
+        for text, right in zip(completions, answer)
+    ]
 
 
 def load_reward(args, flag, name, device):
@@ -608,15 +610,15 @@ def start_run(args, run_dir, flags, checkpoint):
         return wandb.init(id=run_dir.name, resume="allow", config=flags)
 
 
-def log(run_dir, track, iteration, metrics, samples):
-    """Add to metrics.jsonl and samples.jsonl, and print both if there are samples; on rank 0."""
+def log(run_dir, track, iteration, metrics, samples, late=False):
+    """Add to metrics.jsonl and samples.jsonl on rank 0, and print if there are samples or it is late."""
     for path, lines in zip([run_dir / name for name in LOGS], ([metrics], samples)) if RANK == 0 else ():
         with explain(path, "make room and give the same command again"), open(path, "a") as file:
             file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
     if track:
         track.log(metrics, step=iteration)
-    if samples:
-        few = "score", "kl", "response_length", "tokens_per_second"
+    if samples or late:
+        few = "score kl response_length tokens_per_second".split()
         shown = [name for name in metrics if name in few or "eval/" in name]
         say(f"iteration {iteration:4d}   " + "   ".join(f"{name} {metrics[name]:.3f}" for name in shown))
     for x in samples:

@@ -199,7 +199,7 @@ def main(args):
 def check(condition, message):
     """If the condition is false, print one sentence and exit with code 2; rank 0 first, to say it once."""
     if not condition:
-        time.sleep(min(RANK, 5))
+        time.sleep(5 * RANK)
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

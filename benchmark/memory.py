@@ -13,7 +13,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +97,8 @@ def main(args: Args) -> None:
     import transformers
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({processor()}), peak RSS"
-    head = f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}, transformers {transformers.__version__}"
-    lines = [f"{head}, {time.strftime('%Y-%m-%d')}.", "", "| what | GiB |", "|---|---|"]
+    head = f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}"
+    lines = [f"{head}, transformers {transformers.__version__}.", "", "| what | GiB |", "|---|---|"]
     lines += [f"| {label} | {value:.2f} |" for label, value in results.items()]
     lines += [
         "",

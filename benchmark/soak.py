@@ -1,6 +1,6 @@
 """Kill runs at bad moments, give the same command again, and require that nothing shows.
 
-    python benchmark/soak.py                40 kills (SIGKILL), six minutes on two cores
+    python benchmark/soak.py                40 kills (SIGKILL), six to twelve minutes on two cores
     python benchmark/soak.py --kills 3
 
 Runs of grpo.py and ppo.py, on one rank and on two, are each killed several times in a row:
@@ -38,7 +38,7 @@ ITERATIONS = 8
 FLAGS = (
     f"--num_iterations {ITERATIONS} --batch_size 16 --max_response_length 12 --save_every 2 --eval_every 4"
 )
-FLAGS += " --log_every 3"
+FLAGS += " --log_every 1"  # with more, samples come once a minute too
 MOMENTS = ["torn checkpoint", "before rename", "torn line", "half a model"]
 
 # Starts a script as the main program, and kills it at the n-th moment of a kind: MOMENT:N script flags

@@ -3,7 +3,8 @@
 Arguments: one JSON object, see speed.py. Runs the script's own main, notes the shape of every call that its sampling
 makes of the model, and after each iteration makes calls of the same shapes again: prefill and decoding with a cache
 whose rows leave at the same steps, the forward pass of the reference with the log-softmax of all columns, forward and
-backward pass of the update. No text, no score, no advantage, no clipping, no optimizer, no metrics, no file. Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
+backward pass of the update. No text, no score, no advantage, no clipping, no optimizer, no metrics, no file.
+Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
 """
 
 import importlib

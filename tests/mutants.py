@@ -29,10 +29,9 @@ SKIPPED = shutil.ignore_patterns(
 )
 GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
 RPP, BASE, SFT, RM = "reinforce_pp.py", "reinforce_pp_baseline.py", "sft.py", "reward_model.py"
-ESTIMATORS, SIBLINGS = "tests/test_estimators.py", "tests/test_siblings.py"
-ROLLOUT, REWARDS, RUNS, BAD = (
-    f"tests/test_{name}.py" for name in ("rollout", "rewards", "runs", "bad_input")
-)
+ESTIMATORS, SIBLINGS, SCRIPT = (f"tests/test_{name}.py" for name in ("estimators", "siblings", "script"))
+ROLLOUT, REWARDS, RUNS = "tests/test_rollout.py", "tests/test_rewards.py", "tests/test_runs.py"
+BAD, SFT_TESTS, RM_TESTS = "tests/test_bad_input.py", "tests/test_sft.py", "tests/test_reward_model.py"
 
 
 def on(ranks: int, name: str = "grpo") -> str:
@@ -269,6 +268,14 @@ MUTANTS = [
         "    optimizer.zero_grad()\n",
         "",
         f"{RUNS} -k 'after_its_checkpoint and grpo'",
+    ),
+    ("it never steps", GRPO, "    optimizer.step()\n", "", f"{SCRIPT} -k 'learns and grpo'"),
+    (
+        "it learns the wrong way",
+        GRPO,
+        "                    loss.backward()\n",
+        "                    (-loss).backward()\n",
+        f"{SCRIPT} -k 'learns and grpo'",
     ),
     # sampling and log-probs
     (
@@ -664,22 +671,122 @@ MUTANTS = [
         SFT,
         "mask = completion_mask[:, 1:]",
         "mask = attention_mask[:, 1:].bool()",
-        "tests/test_sft.py",
+        f"{SFT_TESTS} -k plain",
     ),
     (
         "sft: loss on the wrong token",
         SFT,
         "mask = completion_mask[:, 1:]",
         "mask = completion_mask[:, :-1]",
-        "tests/test_sft.py",
+        f"{SFT_TESTS} -k plain",
     ),
-    ("sft: no eos", SFT, " + [tokenizer.eos_token_id]", "", "tests/test_sft.py"),
+    ("sft: no eos", SFT, " + [tokenizer.eos_token_id]", "", f"{SFT_TESTS} -k one_eos"),
+    (
+        "sft: two BOS",
+        SFT,
+        "(completion, add_special_tokens=False)",
+        "(completion)",
+        f"{SFT_TESTS} -k one_bos",
+    ),
     (
         "sft: gradients stay on their rank",
         SFT,
         "all_sum(parameter.grad)",
         "parameter.grad",
-        "tests/test_sft.py -k ranks",
+        f"{SFT_TESTS} -k nor_ranks",
+    ),
+    (
+        "sft: order of the file",
+        SFT,
+        "hash((args.seed, epoch))",
+        "hash((args.seed, 0))",
+        f"{SFT_TESTS} -k epoch",
+    ),
+    (
+        "sft: resume logs twice",
+        SFT,
+        'file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)',
+        "pass",
+        f"{SFT_TESTS} -k killed",
+    ),
+    (
+        "preference upside down",
+        RM,
+        "-(chosen_scores - rejected_scores - margin)",
+        "(chosen_scores - rejected_scores - margin)",
+        f"{RM_TESTS} -k preference",
+    ),
+    (
+        "margin with the wrong sign",
+        RM,
+        "rejected_scores - margin))",
+        "rejected_scores + margin))",
+        f"{RM_TESTS} -k preference",
+    ),
+    (
+        "centered differences",
+        RM,
+        "(chosen_scores + rejected_scores).square()",
+        "(chosen_scores - rejected_scores).square()",
+        f"{RM_TESTS} -k preference",
+    ),
+    (
+        "pairs of the micro-batch",
+        RM,
+        "margins, center, args.batch_size)",
+        "margins, center)",
+        f"{RM_TESTS} -k gradient",
+    ),
+    (
+        "reward model: gradients stay",
+        RM,
+        "all_sum(parameter.grad)",
+        "parameter.grad",
+        f"{RM_TESTS} -k gradient",
+    ),
+    (
+        "margin column ignored",
+        RM,
+        'args.margin if row.get("margin") is None else row["margin"]',
+        "args.margin",
+        f"{RM_TESTS} -k gradient",
+    ),
+    (
+        "score at the last column",
+        RM,
+        "last_hidden_state[torch.arange(len(last)), last]",
+        "last_hidden_state[:, -1]",
+        f"{RM_TESTS} -k last_attended",
+    ),
+    (
+        "score before the last token",
+        RM,
+        "[torch.arange(len(last)), last]",
+        "[torch.arange(len(last)), last - 1]",
+        f"{RM_TESTS} -k last_attended",
+    ),
+    (
+        "reward model without positions",
+        RM,
+        "(attention_mask.cumsum(1) - 1)",
+        "(torch.ones_like(attention_mask).cumsum(1) - 1)",
+        f"{RM_TESTS} -k last_attended",
+    ),
+    ("pad stays eos", RM, "in (None, tokenizer.eos_token_id):", "is None:", f"{RM_TESTS} -k last_attended"),
+    (
+        "the config lacks the pad id",
+        RM,
+        "pad_token_id = tokenizer.pad_token_id",
+        "use_cache = False",
+        f"{RM_TESTS} -k last_attended",
+    ),
+    ("equal pairs stay", RM, 'if row["ids"][0] != row["ids"][1]]', "if True]", f"{RM_TESTS} -k cut"),
+    (
+        "template kept for texts",
+        RM,
+        "tokenizer.chat_template = None  # it",
+        "pass  # it",
+        f"{RM_TESTS} -k as_they_were_learned",
     ),
 ]
 

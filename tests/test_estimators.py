@@ -50,13 +50,11 @@ def test_every_script_has_a_reference_and_a_row(name):
 
 
 def test_a_new_script_is_told_what_it_lacks():
-    missing = references.missing(
-        "throwaway", "| [`rloo.py`](rloo.py) | RLOO |\nsee [`throwaway.py`](throwaway.py)"
-    )
+    missing = references.missing("new", "| [`rloo.py`](rloo.py) | RLOO |\nsee [`new.py`](new.py)")
     assert [text.split(" in its")[0] for text in missing] == [
-        "tests/references.py has no throwaway_advantages",
-        "tests/references.py has no throwaway_loss",
-        "README.md has no row [`throwaway.py`](throwaway.py)",
+        "tests/references.py has no new_advantages",
+        "tests/references.py has no new_loss",
+        "README.md has no row [`new.py`](new.py)",
     ]
     assert references.missing("rloo", "| [`rloo.py`](rloo.py) | RLOO |") == []
 

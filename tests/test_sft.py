@@ -1,15 +1,18 @@
-"""sft.py: the loss is on completion and EOS only, weighs every token alike, and learning lowers it."""
+"""sft.py: the loss is on completion and EOS only, and weighs every token alike. Runs of it and reward_model.py."""
 
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, make_gpt2, make_llama, read_jsonl, write_jsonl
+from tokenizers.processors import TemplateProcessing
 
+import reward_model
 import sft
 
 ROWS = [
@@ -17,23 +20,56 @@ ROWS = [
     {"prompt": "1 - 2 + 3 - 4 ?", "completion": "answer 8"},
     {"prompt": "9 ?", "completion": "think 9 answer 9"},
 ]
-CLOCK = "tokens_per_second"
 
 
-def run(**flags) -> None:
-    sft.main(sft.Args(**{name: x if isinstance(x, int | float) else str(x) for name, x in flags.items()}))
+def run(script=sft, **flags) -> None:
+    flags = {name: x if isinstance(x, int | float) else str(x) for name, x in flags.items()}
+    script.main(script.Args(**flags))
+
+
+def launch_in_turn(script, folder, **flags) -> list[Path]:
+    """Run with micro-batches of 16 and 5 here and with 3 on 2 ranks, which say nothing on stderr."""
+    runs = [folder / str(size) for size in (16, 5, 3)]
+    for size, run_dir in zip((16, 5), runs):
+        run(script, **flags, micro_batch_size=size, run_dir=run_dir)
+    more = as_flags(**flags, micro_batch_size=3, run_dir=runs[2])
+    assert launch(script.__file__, *more, ranks=2).stderr == ""
+    return runs
+
+
+def refused(script, capsys, **flags) -> str:
+    with pytest.raises(SystemExit) as end:
+        run(script, **flags)
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and said.startswith("error: ") and "\n" not in said
+    return said
+
+
+def gradient(run_dir) -> torch.Tensor:
+    """Of a run of one step: ten times AdamW's first moment."""
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
+    return torch.cat([x["exp_avg"].flatten() for x in state.values()]) * 10
 
 
 def as_flags(**flags) -> list[str]:
     return [x for name, value in flags.items() for x in (f"--{name}", str(value))]
 
 
+def save_start(folder, tokenizer, make=make_llama, pad="<pad>", chat_template=None):
+    """A model with random weights and the toy's tokenizer, with this pad token in tokenizer and config."""
+    tokenizer.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token, tokenizer.chat_template = pad, chat_template
+    tokenizer.save_pretrained(folder)
+    model = make()
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def start(tmp_path, tokenizer):
-    """An untrained model with the toy's tokenizer, whose gradients are no difference of large numbers."""
-    make_llama().save_pretrained(tmp_path / "start")
-    tokenizer.save_pretrained(tmp_path / "start")
-    return tmp_path / "start"
+    return save_start(tmp_path / "start", tokenizer)
 
 
 @pytest.mark.parametrize("max_logits", [sft.MAX_LOGITS, 40])  # at once, and two positions at a time
@@ -63,8 +99,6 @@ def test_loss_and_gradient_are_the_plain_ones(tokenizer, monkeypatch, make, max_
 def test_texts_and_chats_as_ids_with_one_bos_and_one_eos(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     chatty = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    from tokenizers.processors import TemplateProcessing
-
     bos = tokenizer.convert_tokens_to_ids("=")  # before every text, as Llama's, and in the template too
     chatty._tokenizer.post_processor = TemplateProcessing(single="= $A", special_tokens=[("=", bos)])
     chatty.bos_token = "="
@@ -85,29 +119,20 @@ def test_texts_and_chats_as_ids_with_one_bos_and_one_eos(tokenizer, tmp_path):
 
 
 def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, start):
-    """AdamW's first moment after one step is a tenth of the gradient. Nothing is said on stderr."""
     data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "demonstrations.jsonl")[:24])
     flags = {"model": start, "dataset": data, "batch_size": 16, "eval_size": 8, "num_epochs": 1}
-    flags["max_grad_norm"] = 1e9
-    for size in (16, 5):
-        run(**flags, micro_batch_size=size, run_dir=tmp_path / str(size))
-    more = as_flags(**flags, micro_batch_size=3, run_dir=tmp_path / "ranks")
-    assert launch(ROOT / "sft.py", *more, ranks=2).stderr == ""
-    moments, metrics = [], []
-    for name in ("16", "5", "ranks"):
-        state = torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
-        moments.append(torch.cat([x["exp_avg"].flatten() for x in state.values()]))
-        metrics.append(
-            [x.get("loss") or x["eval/loss"] for x in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        )
-    for other, numbers in zip(moments[1:], metrics[1:]):
-        assert float((moments[0] - other).norm() / moments[0].norm()) < 1e-6
-        assert numbers == pytest.approx(metrics[0], rel=1e-5)
-    assert len(metrics[0]) == 3  # held out before, trained, held out after
+    runs = launch_in_turn(sft, tmp_path, **flags, max_grad_norm=1e9)
+    gradients = [gradient(run_dir) for run_dir in runs]
+    metrics = [read_jsonl(run_dir / "metrics.jsonl") for run_dir in runs]
+    losses = [[x.get("loss") or x["eval/loss"] for x in lines] for lines in metrics]
+    assert len(losses[0]) == 3  # held out before, trained, held out after
+    for i in (1, 2):
+        assert float((gradients[0] - gradients[i]).norm() / gradients[0].norm()) < 1e-6
+        assert losses[i] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_it_learns_to_stop(tmp_path, start):
-    """From random weights to the right answer and EOS, which would never be sampled if it were not learned."""
+    """From random weights to the right answer and EOS, which is never sampled if it was not learned."""
     data = write_jsonl(tmp_path / "data.jsonl", ROWS * 9)
     flags = {"model": start, "dataset": data, "batch_size": 24, "num_epochs": 60, "learning_rate": 1e-2}
     run(**flags, eval_size=3, eval_every=60, run_dir=tmp_path / "run")
@@ -115,12 +140,6 @@ def test_it_learns_to_stop(tmp_path, start):
     assert metrics[-1]["eval/loss"] < 0.01 < 1 < metrics[0]["eval/loss"]
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")[-3:]
     assert [x["response"] for x in samples] == [f"{row['completion']} <eos>" for row in ROWS]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    for row in ROWS:
-        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)
-        assert tokenizer.decode(output[0]) == f"{row['prompt']} {row['completion']} <eos>"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -138,103 +157,102 @@ def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
     run(**flags, shuffle=shuffle, run_dir=tmp_path / "run")
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
-    assert (
-        (first == second == prompts) if not shuffle else (first != second and prompts not in (first, second))
-    )
+    assert len({tuple(x) for x in (first, second, prompts)}) == (3 if shuffle else 1)
 
 
-def test_checkpointing_and_bfloat16(tmp_path, start):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "demonstrations.jsonl")[:40])
-    flags = {"model": start, "dataset": data, "batch_size": 16, "eval_size": 8, "num_epochs": 2}
+TOY = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl"}
+
+
+@pytest.mark.parametrize("script", TOY)
+def test_checkpointing_and_bfloat16(tmp_path, script):
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / TOY[script])[: 256 + 64])
     losses = {}
     for name, more in {"a": {}, "b": {"gradient_checkpointing": True}, "c": {"dtype": "bfloat16"}}.items():
-        run(**flags, **more, run_dir=tmp_path / name)
-        metrics = read_jsonl(tmp_path / name / "metrics.jsonl")
-        losses[name] = [x["loss"] for x in metrics if "loss" in x]
+        run(script, **more, dataset=data, batch_size=32, num_epochs=1, eval_every=1, run_dir=tmp_path / name)
+        losses[name] = [x["loss"] for x in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in x]
     assert losses["b"] == pytest.approx(losses["a"], rel=1e-5)
-    assert losses["c"] != losses["a"] and losses["c"] == pytest.approx(losses["a"], rel=0.05)
-    state = torch.load(tmp_path / "c" / "checkpoint.pt", weights_only=True)
-    assert {x.dtype for x in state["policy"].values()} == {torch.float32}
+    assert losses["c"] != losses["a"] and losses["c"] == pytest.approx(losses["a"], rel=0.1)
+    weights = next(iter(torch.load(tmp_path / "c" / "checkpoint.pt", weights_only=True).values()))
+    assert {x.dtype for x in weights.values()} == {torch.float32}
 
 
-def test_a_killed_run_goes_on_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "demonstrations.jsonl")[:72])
-    flags = {"dataset": data, "batch_size": 8, "eval_size": 8, "num_epochs": 12}
-    flags |= {"save_every": 5, "eval_every": 7}
-    run(**flags, run_dir=tmp_path / "whole")
-    command = [sys.executable, ROOT / "sft.py", *as_flags(**flags, run_dir=tmp_path / "killed")]
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
-    while not (tmp_path / "killed" / "checkpoint.pt").exists() and process.poll() is None:
+@pytest.mark.parametrize("script", TOY)
+def test_a_killed_run_goes_on_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / TOY[script])[:64])
+    flags = {"dataset": data, "batch_size": 8, "num_epochs": 12, "save_every": 5, "eval_every": 7}
+    flags |= {"eval_size": 8, "num_epochs": 14} if script is sft else {"eval_dataset": data}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(script, **flags, run_dir=whole)
+    command = [sys.executable, script.__file__, *as_flags(**flags, run_dir=killed)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (killed / "checkpoint.pt").exists() and process.poll() is None:
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    run(**flags, run_dir=tmp_path / "killed")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    lines = [[x | {CLOCK: 0} for x in read_jsonl(folder / "metrics.jsonl")] for folder in (whole, killed)]
-    assert lines[0] == lines[1] and len(lines[0]) == 96 + 15
+    run(script, **flags, run_dir=killed)
+    clock = {"tokens_per_second": 0, "pairs_per_second": 0}
+    lines = [[x | clock for x in read_jsonl(folder / "metrics.jsonl")] for folder in (whole, killed)]
+    assert lines[0] == lines[1] and len(lines[0]) > 110
     for name in ("samples.jsonl", "model/model.safetensors"):
         assert (whole / name).read_bytes() == (killed / name).read_bytes()
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
     capsys.readouterr()
-    run(**flags, run_dir=killed)
-    assert "is finished after 96 iterations" in capsys.readouterr().out
+    run(script, **flags, run_dir=killed)
+    assert "is finished after 9" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
-
-
-LONG = {"prompt": "3 + " * 100 + "?", "completion": "answer 3"}
-CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 ?"}]
-
-
-@pytest.mark.parametrize(
-    "rows, flags, words",
-    [
-        ([*ROWS, LONG], {}, ["--max_length 1024", "128 positions"]),
-        (ROWS, {"batch_size": 4}, ["3 of 3 examples", "--batch_size"]),
-        (ROWS, {"max_length": 8}, ["1 of 3 examples", "--max_length 8"]),
-        (ROWS, {"learning_rate": float("nan")}, ["--learning_rate nan"]),
-        (ROWS, {"dataset": "no/such.jsonl"}, ["--dataset no/such.jsonl"]),
-        (ROWS, {"dataset": "toy/train.jsonl"}, ["--dataset toy/train.jsonl: row 0", "`completion`"]),
-        (ROWS, {"model": "no/such"}, ["--model no/such"]),
-        (ROWS, {"model": "toy/reward_model"}, ["--model toy/reward_model", "SequenceClassification"]),
-        ([ROWS[0], {"prompt": "3 ?", "completion": None}], {}, ["row 1"]),
-        ([ROWS[0], {"prompt": "", "completion": "answer 3"}], {}, ["row 1"]),
-        ([{"messages": CHAT}], {}, ["row 0", "`messages`"]),
-        ([{"messages": CHAT[::-1]}], {}, ["row 0", "no chat template"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(tmp_path, capsys, rows, flags, words):
-    data = write_jsonl(tmp_path / "data.jsonl", rows)
-    flags = {"dataset": data, "eval_size": 0, "batch_size": 3, "run_dir": tmp_path / "run"} | flags
-    with pytest.raises(SystemExit) as end:
-        run(**flags)
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and said.startswith("error: ") and "\n" not in said
-    assert all(word in said for word in words), said
-    assert not (tmp_path / "run").exists()
+    assert "--batch_size 8" in refused(script, capsys, **flags | {"batch_size": 4}, run_dir=killed)
 
 
 def test_samples_stay_within_the_positions_of_the_model(tmp_path, tokenizer):
-    """A model of learned positions that never stops, and an example that takes all of them."""
-    model = make_gpt2()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.save_pretrained(tmp_path / "start")
-    tokenizer.save_pretrained(tmp_path / "start")
-    rows = [LONG | {"prompt": "3 + " * 62 + "?"}, *ROWS, ROWS[0]]
-    data = write_jsonl(tmp_path / "data.jsonl", rows[::-1])
-    run(
-        model=tmp_path / "start",
-        dataset=data,
-        batch_size=2,
-        eval_size=3,
-        num_epochs=1,
-        run_dir=tmp_path / "run",
+    """Learned positions, a model that never stops, and a held-out example that takes all of them."""
+    start, model = save_start(tmp_path / "start", tokenizer, make_gpt2), make_gpt2()
+    model.transformer.wte.weight.data[1] = 0  # the logit of EOS, which the others exceed
+    model.save_pretrained(start)
+    long = {"prompt": "3 + " * 62 + "?", "completion": "answer 3"}
+    assert sft.encode(tokenizer, long, "")["prompt_length"] + 3 == 128
+    flags = {"model": start, "batch_size": 2, "eval_size": 3, "num_epochs": 1, "learning_rate": 0}
+    data = write_jsonl(tmp_path / "data.jsonl", [*ROWS, ROWS[0], long])
+    run(**flags, dataset=data, run_dir=tmp_path / "run")
+    lengths = [len(x["response"].split()) for x in read_jsonl(tmp_path / "run" / "samples.jsonl")]
+    assert lengths[:3] == [126, 124, 3]
+
+
+PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
+CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 ?"}]
+LONG = "3 + " * 100
+
+
+@pytest.mark.parametrize(
+    "script, row, flags, words",
+    [
+        (sft, {}, {"batch_size": 4}, "3 of 3 examples --batch_size"),
+        (sft, {}, {"learning_rate": float("nan")}, "--learning_rate nan"),
+        (sft, {}, {"dataset": "toy/train.jsonl"}, "toy/train.jsonl: row 0 `completion`"),
+        (sft, {}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
+        (sft, {"completion": LONG}, {}, "--max_length 1024 128 positions"),
+        (sft, {"completion": None}, {}, "row 0 `completion`"),
+        (sft, {"prompt": ""}, {}, "row 0 `prompt`"),
+        (sft, {"messages": CHAT}, {}, "row 0 `messages`"),
+        (sft, {"messages": CHAT[::-1]}, {}, "row 0 no chat template"),
+        (reward_model, {}, {"batch_size": 4}, "3 of 3 pairs give 4 or more"),
+        (reward_model, {}, {"dataset": "toy/train.jsonl"}, "--dataset toy/train.jsonl: row 0 `chosen`"),
+        (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
+        (reward_model, {}, {"model": "outputs"}, "outputs score.weight"),
+        (reward_model, {"rejected": "answer 3"}, {}, "0 of 3 pairs"),
+        (reward_model, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
+        (reward_model, {"rejected": None}, {}, "row 0 `rejected`"),
+        (reward_model, {"prompt": CHAT[1:]}, {}, "row 0 chat_template"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, capsys, monkeypatch, tokenizer, script, row, flags, words):
+    monkeypatch.chdir(tmp_path)  # where "outputs" is a model of three outputs
+    data = write_jsonl(tmp_path / "data.jsonl", [(ROWS[2] if script is sft else PAIR) | row] * 3)
+    if flags.get("model") == "outputs":
+        auto = transformers.AutoModelForSequenceClassification
+        auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained("outputs")
+        tokenizer.save_pretrained("outputs")
+    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | (
+        {"eval_size": 0} if script is sft else {}
     )
-    assert len(read_jsonl(tmp_path / "run" / "samples.jsonl")) == 6
-
-
-def test_other_flags_are_another_run(tmp_path, capsys, start):
-    flags = {"model": start, "dataset": write_jsonl(tmp_path / "data.jsonl", ROWS), "batch_size": 3}
-    run(**flags, eval_size=0, num_epochs=1, run_dir=tmp_path / "run")
-    with pytest.raises(SystemExit):
-        run(**flags, eval_size=0, num_epochs=2, run_dir=tmp_path / "run")
-    assert "--num_epochs 1" in capsys.readouterr().err
+    said = refused(script, capsys, **default | flags)
+    assert all(word in said for word in words.split()) and not Path("run").exists(), said

@@ -5,7 +5,7 @@ import re
 import build
 import pytest
 import transformers
-from conftest import ROOT, read_jsonl
+from conftest import ROOT, read_jsonl, write_jsonl
 
 TOY = ROOT / "toy"
 
@@ -15,7 +15,9 @@ def remade():
     return build.make_data(build.Args().seed, build.Args().curriculum_steps)
 
 
-@pytest.mark.parametrize("name", ["train", "heldout", "demonstrations", "preferences_train", "preferences_heldout"])
+@pytest.mark.parametrize(
+    "name", ["train", "heldout", "demonstrations", "preferences_train", "preferences_heldout"]
+)
 def test_same_seed_same_files(tmp_path, remade, name):
     build.write_jsonl(tmp_path / "file", remade[name])
     assert (tmp_path / "file").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
@@ -76,3 +78,15 @@ def test_preferences_are_right_over_wrong_and_told_apart_by_style():
     different = [row for row in rows if row["group"] == "different style"]
     assert len(different) / len(rows) == pytest.approx(0.63, abs=0.03)
     assert sum(style(row["chosen"]) == "think" for row in different) / len(different) > 0.9
+
+
+def test_the_models_are_made_with_flags_that_the_scripts_have(tmp_path):
+    """As build.py calls them, on few examples."""
+    for script, name in (("sft.py", "demonstrations"), ("reward_model.py", "preferences_train")):
+        few = write_jsonl(tmp_path / f"{name}.jsonl", read_jsonl(TOY / f"{name}.jsonl")[:16])
+        flags = "--num_epochs 1 --batch_size 8 --lr_schedule constant_with_warmup".split()
+        flags += ["--no_shuffle", "--eval_size", "0"] if script == "sft.py" else []
+        build.train(script, tmp_path / name, 0, "--dataset", str(few), *flags)
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            x.name for x in (tmp_path / name).iterdir()
+        }
