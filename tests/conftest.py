@@ -1,6 +1,5 @@
-"""Fixtures: the scripts as modules, small models built on the spot, a way to run under torchrun."""
+"""What the tests share: the names of the scripts, small models, files of JSON lines, a way to run torchrun."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -19,22 +18,7 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICY_SCRIPTS = sync.policy_scripts()  # the folder is the registry
-SKELETONS = [
-    "grpo",
-    *(name for name in POLICY_SCRIPTS if sync.INSERTS.get(name)),
-]  # the others are grpo's to the letter
-
-
-@pytest.fixture(params=SKELETONS)
-def script(request):
-    """A policy script of each skeleton in turn, as a module."""
-    return importlib.import_module(request.param)
-
-
-@pytest.fixture(autouse=True)
-def undo_global_state():
-    yield
-    torch.set_default_dtype(torch.float32)
+SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
 
 
 @pytest.fixture(scope="session")
@@ -43,44 +27,23 @@ def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
 
 
+COMMON = {"initializer_range": 0.3, "eos_token_id": 1}  # random weights, distributions far from uniform
+
+
 def make_llama(vocab_size: int = 19, seed: int = 0, **options):
-    """A small Llama with random weights large enough that its distributions are far from uniform."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        eos_token_id=1,
-        pad_token_id=0,
-        **options,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 128, "pad_token_id": 0}
+    config = transformers.LlamaConfig(vocab_size=vocab_size, **COMMON, **sizes, **options)
     return transformers.LlamaForCausalLM(config).eval()
 
 
 def make_gpt2(vocab_size: int = 19, seed: int = 0, **options):
-    """A small GPT-2: learned positions and dropout 0.1 in its config, as the original has."""
+    """Learned positions and dropout 0.1 in its config, as the original has."""
     torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        vocab_size=vocab_size,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.3,
-        eos_token_id=1,
-        bos_token_id=None,
-        **options,
-    )
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": None}
+    config = transformers.GPT2Config(vocab_size=vocab_size, **COMMON, **sizes, **options)
     return transformers.GPT2LMHeadModel(config)
-
-
-@pytest.fixture(params=["llama", "gpt2"])
-def model(request):
-    return {"llama": make_llama, "gpt2": make_gpt2}[request.param]().eval()
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -108,9 +71,3 @@ def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subp
     if check and result.returncode != 0:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
-
-
-def the_run(runs_dir: Path) -> Path:
-    """The only run folder in runs_dir."""
-    (run,) = Path(runs_dir).iterdir()
-    return run

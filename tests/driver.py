@@ -86,9 +86,8 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
 
     def load_critic(args, tokenizer, device):
         critic = original_load_critic(args, tokenizer, device)
-        critic["head"].weight.data.copy_(
-            torch.linspace(-1, 1, critic["head"].in_features)
-        )  # 0 would hide much
+        weight = critic["head"].weight.data  # 0, and so would be the values and the decoder's gradient
+        weight.copy_(torch.linspace(-1, 1, weight.numel()))
         return critic
 
     def recording_generate(model, tokenizer, prompts, args, greedy=False):
@@ -147,9 +146,8 @@ def main(out: str, cases: str) -> None:
     results = []
     for i, case in enumerate(json.loads(Path(cases).read_text())):
         flags = [*case["flags"], "--run_dir", f"{out}.run{i}"]
-        seen = record(
-            importlib.import_module(case["script"]), getattr(torch, case["dtype"]), flags, case["sample"]
-        )
+        script, dtype = importlib.import_module(case["script"]), getattr(torch, case["dtype"])
+        seen = record(script, dtype, flags, case["sample"])
         gradients = digest(seen["gradients"])
         if rank:
             del seen["gradients"]  # the same as rank 0's, to the last bit
