@@ -33,10 +33,10 @@ def timed_generate(*args, generate=script.generate, **options):
     return result
 
 
-def timed_log(run_dir, track, iteration, metrics, samples, log=script.log):
-    log(run_dir, track, iteration, metrics, samples)
+def timed_log(*arguments, log=script.log):
+    log(*arguments)
     memory = torch.cuda.max_memory_allocated() / 2**30 if use_cuda else None
-    line = {"time": now(), "rollout": rollout[-1], "length": metrics["response_length"], "gpu": memory}
+    line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"], "gpu": memory}
     if script.RANK == 0:
         print(json.dumps(line), flush=True)
 

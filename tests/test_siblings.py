@@ -68,6 +68,11 @@ def imports_from(source: str) -> set[str]:
     )
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_lines_of_scripts_end_at_column_110(path):
+    assert max(map(len, path.read_text().splitlines())) <= 110
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_no_script_imports_from_the_repository(path):
     assert not imports_from(path.read_text())
