@@ -210,7 +210,7 @@ def main(args):
 
 
 def check(condition, message):
-    """One sentence and exit code 2 if the condition is false; while a rank waits, rank 0 may have said it."""
+    """One sentence and exit code 2 if the condition is false; while a rank waits, a lower one may say it."""
     if not condition:
         time.sleep(5 * RANK)
         print("error:", " ".join(message.split()), file=sys.stderr)

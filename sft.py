@@ -197,7 +197,7 @@ def main(args):
 
 
 def check(condition, message):
-    """If the condition is false, print one sentence and exit with code 2; rank 0 first, to say it once."""
+    """One sentence and exit code 2 if the condition is false; while a rank waits, a lower one may say it."""
     if not condition:
         time.sleep(5 * RANK)
         print("error:", " ".join(message.split()), file=sys.stderr)
