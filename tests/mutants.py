@@ -474,7 +474,7 @@ MUTANTS = [
         "reward model reads the pad",
         GRPO,
         "pad_token_id = -1",
-        "pad_token_id = 0",
+        "pad_token_id = 1",
         f"{REWARDS} -k reads_prompt",
     ),
     (

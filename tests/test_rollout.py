@@ -231,6 +231,8 @@ def test_micro_batches_hold_each_row_once_and_cut_only_padding(size):
         torch.testing.assert_close(logprobs, mb["full"], rtol=1e-9, atol=1e-9)
         columns += mb["sequences"].numel()
     assert sorted(seen) == list(range(1, 14))
+    lengths = rollout["response_mask"].sum(1)[seen].tolist()
+    assert lengths == sorted(lengths)  # rows of like length go together
     assert size > 13 or columns < rollout["sequences"][1:].numel()
 
 
