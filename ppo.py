@@ -146,7 +146,7 @@ def policy_loss(args, mb, logprobs, num_sequences, num_tokens):
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
     loss = -torch.min(unclipped, clipped).masked_fill(~mask, 0.0).sum() / num_tokens
-    clip_fraction = ((clipped < unclipped) & mask).to(ratio.dtype).sum() / num_tokens
+    clip_fraction = (clipped < unclipped).to(ratio.dtype).sum() / num_tokens  # equal on padding
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
@@ -238,20 +238,20 @@ def generate(model, tokenizer, prompts, args, greedy=False):
             position, mask = position + 1, torch.cat([mask, torch.ones_like(position)], dim=1)
             logits = forward(input_ids=tokens[:, None], attention_mask=mask, position_ids=position).logits
 
-    responses, logprobs, entropy = (x[:, : t + 1] for x in (responses, logprobs, entropy))  # (B, T)
+    responses = responses[:, : t + 1]  # (B, T)
     ends = torch.isin(responses, stop_ids)
     response_mask = ends.cumsum(1) - ends.long() == 0  # up to the first EOS and on it
     sequences = torch.cat([prompt_ids, responses * response_mask], dim=1)
     attention_mask = torch.cat([prompt_mask, response_mask.long()], dim=1)
-    logprobs, entropy = logprobs * response_mask, entropy * response_mask
+    logprobs, entropy = (x[:, : t + 1] * response_mask for x in (logprobs, entropy))
     return sequences, attention_mask, response_mask, logprobs, entropy, ~ends.any(1)
 
 
 def token_logprobs(model, sequences, attention_mask, response_length, temperature):
     """Log-probs (B, T) of the last T = response_length tokens of sequences (B, P+T), 0 on padding.
 
-    Logits (B, T, V) would be the largest tensor of all: they are computed MAX_LOGITS at a time, and again in
-    the backward pass.
+    Logits (B, T, V) would be the largest tensor of all: beyond MAX_LOGITS they are computed in pieces, and
+    again in the backward pass.
     """
     decoder = model.get_decoder()
     output = decoder(**with_positions(sequences, attention_mask), use_cache=False)
@@ -268,8 +268,9 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    piecewise = functools.partial(recompute, head, use_reentrant=False) if len(targets) > size else head
     pieces = zip(hidden.split(size), targets.split(size))
-    logprobs = torch.cat([recompute(head, *piece, use_reentrant=False) for piece in pieces])
+    logprobs = torch.cat([piecewise(*piece) for piece in pieces])
     return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
 
 
@@ -280,8 +281,8 @@ def micro_batches(rollout, rows, size):
     """
     T = rollout["response_mask"].shape[1]
     P = rollout["sequences"].shape[1] - T
-    lengths = rollout["response_mask"][rows].sum(1)
-    for index in rows[lengths.argsort(stable=True)].split(size):
+    by_length = rollout["response_mask"][rows].sum(1).argsort(stable=True)
+    for index in rows[by_length].split(size):
         start = int(rollout["attention_mask"][index].any(0).nonzero()[0])
         end = int(rollout["response_mask"][index].any(0).nonzero()[-1]) + 1
         cut = {T: slice(end), P + T: slice(start, P + end)}
@@ -325,7 +326,7 @@ def main(args):
     eval_rows = load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer) if name else []
     reward = load_reward(args, "reward", args.reward, device)
     eval_reward = load_reward(args, "eval_reward", args.eval_reward, device) if args.eval_reward else reward
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     schedule = args.lr_schedule, optimizer, args.warmup_iterations, args.num_iterations + 1
     lr_factor = transformers.get_scheduler(*schedule).lr_lambdas[0]  # a function of the iteration: no state
     state = {"policy": policy, "optimizer": optimizer}
@@ -461,10 +462,9 @@ def check_args(args):
         "batch_size max_response_length temperature micro_batch_size max_grad_norm num_minibatches log_every"
     )
     for name, value in vars(args).items():
-        fits = not isinstance(value, int | float) or (
-            0 <= value < math.inf and (value or name not in positive)
-        )
-        check(fits, f"--{name} {value}: use a finite number above 0, or 0 where that turns something off")
+        if isinstance(value, int | float):
+            fits = 0 <= value < math.inf and (value or name not in positive)
+            check(fits, f"--{name} {value}: use a finite number above 0, or 0 where that turns something off")
     k, size, steps = args.samples_per_prompt, args.batch_size, args.num_minibatches
     unit, local, least = WORLD_SIZE * k, size // WORLD_SIZE, args.min_samples_per_prompt
     check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
@@ -590,16 +590,22 @@ def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **c
     return torch.cat([model(**batch, use_cache=False).logits[:, 0] for batch in batches]).tolist()
 
 
+def decode(tokenizer, generated, **options):
+    """The texts of generated responses."""
+    sequences, _, mask, *_ = generated
+    responses = sequences[:, -mask.shape[1] :][mask].split(mask.sum(1).tolist())
+    return tokenizer.batch_decode(responses, **options)
+
+
 @torch.no_grad()
 def score(args, reward, tokenizer, rows, generated):
     """Scores (B,) of generated responses to the prompts of rows."""
-    (where, function), (sequences, _, mask, *_, truncated) = reward, generated
-    responses = [ids[kept] for ids, kept in zip(sequences[:, -mask.shape[1] :], mask)]
+    (where, function), truncated = reward, generated[-1]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns |= {"prompts": columns.pop("prompt"), "truncated": truncated.tolist()}
-    columns["completions"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    columns["completions"] = decode(tokenizer, generated, skip_special_tokens=True)
     with explain(where, "fix it"):
-        scores = torch.tensor(function(**columns), dtype=torch.float32, device=sequences.device)
+        scores = torch.tensor(function(**columns), dtype=torch.float32, device=truncated.device)
     wrong = f"{where}: gave {list(scores.shape)} scores, not {len(rows)}, or one that is not finite; fix it"
     check(scores.shape == truncated.shape and scores.isfinite().all(), wrong)
     return scores
@@ -616,9 +622,7 @@ def process_scores(args, scores, truncated):
 
 def describe(tokenizer, rows, generated, scores):
     """Prompts, responses with their special tokens, and scores, for samples.jsonl."""
-    sequences, _, mask, *_ = generated
-    responses = [ids[kept] for ids, kept in zip(sequences[:, -mask.shape[1] :], mask)]
-    parts = zip(rows, tokenizer.batch_decode(responses), scores.tolist())
+    parts = zip(rows, decode(tokenizer, generated), scores.tolist())
     return [{"prompt": row["prompt"], "response": text, "score": score} for row, text, score in parts]
 
 
@@ -661,12 +665,10 @@ def find_run(args):
     file, path = run_dir / "args.json", run_dir / "checkpoint.pt"
     paths = "model dataset eval_dataset reward eval_reward".split()
     flags = {k: locate(v) if v and k in paths else v for k, v in vars(args).items()} | {"ranks": WORLD_SIZE}
-    before = json.loads(file.read_text()) if file.exists() else flags
+    old = json.loads(file.read_text()) if file.exists() else flags
     free = "run_dir eval_every log_every save_every track micro_batch_size gradient_checkpointing".split()
     free += ["num_iterations"] * (args.lr_schedule == "constant_with_warmup")  # others depend on it
-    changed = [
-        f"--{k} {v}, was {before.get(k)}" for k, v in flags.items() if v != before.get(k) and k not in free
-    ]
+    changed = [f"--{k} {v}, was {old.get(k)}" for k, v in flags.items() if v != old.get(k) and k not in free]
     check(not changed, f"--run_dir {run_dir}: is another run ({changed}); use its flags or a new folder")
     with explain(path, "restore it, or delete it to start over"):
         return run_dir, flags, torch.load(path, "cpu", weights_only=True) if path.exists() else None
