@@ -24,12 +24,10 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = shutil.ignore_patterns(
-    ".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png"
-)
+SKIPPED = shutil.ignore_patterns(".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png")
 GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
 RPP, BASE, SFT, RM = "reinforce_pp.py", "reinforce_pp_baseline.py", "sft.py", "reward_model.py"
-ESTIMATORS, SIBLINGS, SCRIPT = (f"tests/test_{name}.py" for name in ("estimators", "siblings", "script"))
+ESTIMATORS, SIBLINGS, TOY = (f"tests/test_{name}.py" for name in ("estimators", "siblings", "toy"))
 ROLLOUT, REWARDS, RUNS = "tests/test_rollout.py", "tests/test_rewards.py", "tests/test_runs.py"
 BAD, SFT_TESTS, RM_TESTS = "tests/test_bad_input.py", "tests/test_sft.py", "tests/test_reward_model.py"
 
@@ -42,7 +40,7 @@ def on(ranks: int, name: str = "grpo") -> str:
 SAMPLED, SCORES, DRAWS = (f"tests/test_ranks.py -k '{x} and grpo'" for x in ("apart", "own_score", "draws"))
 FLIP = "rewards.flip(1).cumsum(1).flip(1)"
 LAST = "(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)"
-CLIPPED = "((clipped < unclipped) & mask).to(ratio.dtype).sum() / num_tokens"
+CLIPPED = "(clipped < unclipped).to(ratio.dtype).sum() / num_tokens"
 EQUAL = "groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)"
 
 # name, script, what is there (once), what it becomes, the tests that must fail
@@ -269,13 +267,13 @@ MUTANTS = [
         "",
         f"{RUNS} -k 'after_its_checkpoint and grpo'",
     ),
-    ("it never steps", GRPO, "    optimizer.step()\n", "", f"{SCRIPT} -k 'learns and grpo'"),
+    ("it never steps", GRPO, "    optimizer.step()\n", "", f"{TOY} -k 'learns and grpo'"),
     (
         "it learns the wrong way",
         GRPO,
         "                    loss.backward()\n",
         "                    (-loss).backward()\n",
-        f"{SCRIPT} -k 'learns and grpo'",
+        f"{TOY} -k 'learns and grpo'",
     ),
     # sampling and log-probs
     (
@@ -408,8 +406,8 @@ MUTANTS = [
     (
         "logits kept for the backward pass",
         GRPO,
-        "recompute(head, *piece, use_reentrant=False)",
-        "head(*piece)",
+        "if len(targets) > size else head",
+        "if False else head",
         f"{ROLLOUT} -k made_in_pieces",
     ),
     (
@@ -440,7 +438,7 @@ MUTANTS = [
         ".any(0).nonzero()[-1])",
         f"{ROLLOUT} -k micro_batches",
     ),
-    ("rows without order", GRPO, "rows[lengths.argsort(stable=True)]", "rows", f"{ROLLOUT} -k micro_batches"),
+    ("rows without order", GRPO, "rows[by_length]", "rows", f"{ROLLOUT} -k micro_batches"),
     (
         "two BOS in a chat",
         GRPO,

@@ -155,9 +155,7 @@ def reinforce_pp_loss(args, mb, new, num_sequences, num_tokens):
 def generalized_advantages(args, rollout) -> tuple[list[list[float]], list[list[float]]]:
     """A_t as the sum over s >= t of lambda^(s-t) delta_s, word for word, and the targets A_t + V_t."""
     advantages, targets = [], []
-    values = zip(
-        rollout["scores"].tolist(), kl_of(rollout), rollout["values"], tokens(rollout["response_mask"])
-    )
+    values = zip(rollout["scores"].tolist(), kl_of(rollout), rollout["values"], tokens(rollout["response_mask"]))
     for score, kl, row, positions in values:
         n = len(positions)
         V = [float(row[t]) for t in positions] + [0.0]

@@ -4,11 +4,11 @@ import dataclasses
 import importlib
 import json
 import logging
-import pickle
 import shutil
 
 import datasets
 import pytest
+import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, launch, make_llama, write_jsonl
 from zoo import make_model, make_tokenizer, run, save
@@ -27,16 +27,6 @@ def raises(completions, **columns): raise RuntimeError("the judge is asleep")
 def strict(completions): return [1.0] * len(completions)
 def good(completions, **columns): return [1.0] * len(completions)
 """
-
-
-class Code:
-    """What a pickle can do to who opens it."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, "w")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +64,8 @@ def bad(tmp_path_factory):
     weights = copy("torn") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     (copy("pickled") / "model.safetensors").unlink()
-    with (folder / "pickled" / "pytorch_model.bin").open("wb") as file:
-        pickle.dump(Code(folder / "pickle ran"), file)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(TOY / "policy").state_dict()
+    torch.save(weights, folder / "pickled" / "pytorch_model.bin")
     config = {"auto_map": {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}}
     (copy("remote") / "modeling.py").write_text(f"open({str(folder / 'code ran')!r}, 'w')\n")
     (folder / "remote" / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
@@ -173,7 +163,7 @@ def test_refused(script, row, bad, tmp_path, capsys):
     said = refused(script, capsys, **{"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"} | flags)
     assert all(word.format(bad=bad, toy=TOY) in said for word in expected), said
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
-    assert not (bad / "pickle ran").exists() and not (bad / "code ran").exists()
+    assert not (bad / "code ran").exists()
 
 
 @pytest.mark.parametrize("script", POLICY_SCRIPTS)
@@ -189,9 +179,7 @@ def test_numbers_below_zero_or_not_finite(script, tmp_path, capsys):
 
 
 def test_a_group_needs_two_where_it_is_compared_with_itself(tmp_path, capsys):
-    grouped = [
-        name for name in POLICY_SCRIPTS if importlib.import_module(name).Args.min_samples_per_prompt > 1
-    ]
+    grouped = [name for name in POLICY_SCRIPTS if importlib.import_module(name).Args.min_samples_per_prompt > 1]
     assert {"grpo", "rloo", "reinforce_pp_baseline"} <= set(grouped)
     for script in grouped:
         assert "--samples_per_prompt 1: use 2" in refused(script, capsys, samples_per_prompt=1)

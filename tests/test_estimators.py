@@ -21,9 +21,7 @@ def make_args(name: str, **flags):
     return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
 
 
-def make_rollout(
-    seed: int, k: int = 1, prompts: int = 3, dtype=torch.float64, garbage: float = math.nan
-) -> dict:
+def make_rollout(seed: int, k: int = 1, prompts: int = 3, dtype=torch.float64, garbage: float = math.nan) -> dict:
     """k responses to each prompt, of 1 to 9 tokens, two of them with holes in their mask; garbage where it is
     false."""
     g = torch.Generator().manual_seed(seed)
@@ -133,22 +131,6 @@ CLIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("advantage, ratio, slope", CLIPS)
-def test_the_clip_is_one_sided(name, advantage, ratio, slope):
-    """min, not max: a bad token that has become likelier is still pushed down."""
-    mb = {
-        "response_mask": torch.ones(1, 1, dtype=torch.bool),
-        "advantages": torch.tensor([[advantage]]).double(),
-    }
-    mb |= {"logprobs": torch.zeros(1, 1).double(), "ref_logprobs": torch.zeros(1, 1).double()}
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    loss, stats = MODULES[name].policy_loss(make_args(name, kl_coef=0.0, clip_eps=0.2), mb, logprobs, 1, 1)
-    loss.backward()
-    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-12)
-    assert stats["clip_fraction"].item() == (slope == 0)
-
-
 GROUPED = [name for name in POLICY_SCRIPTS if MODULES[name].Args.min_samples_per_prompt > 1]
 
 
@@ -166,39 +148,6 @@ def test_equal_scores_in_float32(name, score, k):
     torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
     if name in ("grpo", "reinforce_pp_baseline"):  # they divide by a std
         assert (advantages[:k] == 0).all()
-
-
-def test_whitening_survives_float32():
-    """Mean 1e4, std 0.1: E[x^2] - E[x]^2 in float32 gives a variance of any sign."""
-    x = 1e4 + 0.1 * torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    for name in ("reinforce_pp", "ppo"):
-        white = MODULES[name].whiten(x, torch.ones_like(x, dtype=torch.bool))
-        assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
-
-
-def test_relations_between_the_estimators():
-    k, rollout = 4, make_rollout(0, 4)
-    mask, scores = rollout["response_mask"], rollout["scores"].view(-1, k)
-    scaled = k / (k - 1) * (scores - scores.mean(1, keepdim=True)).view(-1, 1) * mask
-    rloo = advantages_of("rloo", rollout, kl_coef=0.0, samples_per_prompt=k)
-    torch.testing.assert_close(rloo, scaled, **EXACT)
-    rollout["values"] = torch.zeros_like(rollout["values"])
-    ppo = advantages_of("ppo", rollout, gae_lambda=1.0, kl_coef=0.1)
-    torch.testing.assert_close(ppo, advantages_of("reinforce_pp", rollout, kl_coef=0.1), **EXACT)
-    ppo = MODULES["ppo"].compute_advantages(make_args("ppo", gae_lambda=1.0, kl_coef=0.1), rollout)
-    rollout["greedy_scores"] = torch.zeros_like(rollout["scores"])
-    torch.testing.assert_close(ppo["returns"], advantages_of("remax", rollout, kl_coef=0.1), **EXACT)
-
-
-@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("scale, shift", [(0.5, 0.5), (37.0, -1e3)])
-def test_advantages_do_not_depend_on_the_scale_of_the_score(name, scale, shift):
-    """So 0/1 and -1/1 rewards train alike."""
-    rollout = make_rollout(1, k=4)
-    before = advantages_of(name, rollout, kl_coef=0.0, samples_per_prompt=4)
-    rollout["scores"] = scale * rollout["scores"] + shift
-    after = advantages_of(name, rollout, kl_coef=0.0, samples_per_prompt=4)
-    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-10)
 
 
 # A policy small enough to write down every response. Its probabilities are multiples of 1/4, so that a batch
@@ -231,9 +180,7 @@ class SmallPolicy:
     def rollout(self, rows) -> tuple[dict, torch.Tensor]:
         """The rollout of these responses, and their differentiable log-probs."""
         mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
-        state = torch.tensor(
-            [[PREFIXES.index(row[:t]) if t < len(row) else 0 for t in range(T)] for row in rows]
-        )
+        state = torch.tensor([[PREFIXES.index(row[:t]) if t < len(row) else 0 for t in range(T)] for row in rows])
         token = torch.tensor([[row[t] if t < len(row) else 0 for t in range(T)] for row in rows])
         new, ref = self.logprob[state, token], self.ref_logprob[state, token]
         greedy = ()
@@ -254,9 +201,7 @@ class SmallPolicy:
 
     def exact_gradient(self, beta: float) -> torch.Tensor:
         rollout, new = self.rollout(RESPONSES)
-        new, ref = (
-            x.masked_fill(~rollout["response_mask"], 0.0).sum(1) for x in (new, rollout["ref_logprobs"])
-        )
+        new, ref = (x.masked_fill(~rollout["response_mask"], 0.0).sum(1) for x in (new, rollout["ref_logprobs"]))
         objective = (new.exp() * (rollout["scores"] - beta * (new - ref))).sum()
         return torch.autograd.grad(objective, self.logits, retain_graph=True)[0]
 

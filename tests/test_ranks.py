@@ -60,9 +60,10 @@ def records(request, tmp_path_factory):
     def run(ranks: int) -> dict:
         if ranks not in made:
             cases = [case for name in names for case in cases_of(name, ranks, folder)]
-            (folder / "cases.json").write_text(json.dumps(cases))
-            launch(DRIVER, folder / f"seen{ranks}", folder / "cases.json", ranks=ranks)
-            files = [folder / f"seen{ranks}.{rank}.pt" for rank in range(ranks)]
+            out = tmp_path_factory.mktemp("launch")  # one that died must not look finished to the next
+            (out / "cases.json").write_text(json.dumps(cases))
+            launch(DRIVER, out / "seen", out / "cases.json", ranks=ranks)
+            files = [out / f"seen.{rank}.pt" for rank in range(ranks)]
             cases = zip(*(torch.load(file, weights_only=True) for file in files))
             made[ranks] = {tuple(seen[0]["key"]): seen for seen in cases}
         return made[ranks]
@@ -96,10 +97,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_ranks(records, name, dtype,
     for size in SIZES[dtype][ranks]:
         seen = records(ranks)[name, dtype, size]
         assert distance(whole, seen[0]) < tolerance
-        assert (
-            len({rank["digest"] for rank in seen}) == 1
-            and len({str(rank["parameters"]) for rank in seen}) == 1
-        )
+        assert len({rank["digest"] for rank in seen}) == 1 and len({str(rank["parameters"]) for rank in seen}) == 1
 
         # every rank has a share, in order; a group never spans two
         prompts, advantages = ([x for rank in seen for x in rank[key]] for key in ("prompts", "advantages"))
@@ -125,9 +123,7 @@ def test_every_response_has_its_own_score(records, tokenizer, name):
     (seen,) = records(1)[name, "float64", 48]
     k = len(seen["prompts"]) // len({tuple(ids) for ids in seen["prompts"]})
     for i, (ids, scores) in enumerate(zip(seen["prompts"], seen["scores"], strict=True)):
-        for score, number in zip(
-            scores, (1 + i % k, 0)
-        ):  # of the response, and in remax.py of the greedy one
+        for score, number in zip(scores, (1 + i % k, 0)):  # of the response, and in remax.py of the greedy one
             response = tokenizer.decode(fixed_response(tokenizer, ids, number), skip_special_tokens=True)
             assert [score] == pytest.approx(reward([response], [tokenizer.decode(ids)]))
     assert len({scores[0] for scores in seen["scores"]}) > 10

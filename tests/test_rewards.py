@@ -20,9 +20,7 @@ ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "
 
 def generated(tokenizer, responses=RESPONSES, ended=ENDED):
     """What generate would give for these responses, the prompts left out but for one token."""
-    ids = [
-        tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(responses, ended)
-    ]
+    ids = [tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(responses, ended)]
     T = max(map(len, ids))
     sequences = torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids])
     mask = torch.tensor([[i < len(x) for i in range(T)] for x in ids])
@@ -31,9 +29,7 @@ def generated(tokenizer, responses=RESPONSES, ended=ENDED):
 
 def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
     tokenizer, args = tokenizer or make_tokenizer(), grpo.Args(reward=str(reward), **flags)
-    return grpo.score(
-        args, grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, generated(tokenizer)
-    )
+    return grpo.score(args, grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, generated(tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +112,7 @@ def unpadded(folder, texts: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # its own, the EOS, none at all
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
-def test_a_reward_model_reads_prompt_and_response_with_eos_where_it_ended(
-    tmp_path, pad_token_id, micro_batch_size
-):
+def test_a_reward_model_reads_prompt_and_response_with_eos_where_it_ended(tmp_path, pad_token_id, micro_batch_size):
     """At the last column whatever the padding, by positions without it: one score for any micro-batch."""
     tokenizer = make_tokenizer(pad="<eos>")
     save_reward_model(tmp_path, tokenizer, pad_token_id)
@@ -170,9 +164,7 @@ def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_
     run(script, run_dir=tmp_path / "run", **flags)
     evaluated = {"eval/score/a": 7.0, "eval/score/b": 8.0}
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [line for line in lines if "score" not in line] == [
-        {"iteration": i} | evaluated for i in (0, 1, 2)
-    ]
+    assert [line for line in lines if "score" not in line] == [{"iteration": i} | evaluated for i in (0, 1, 2)]
     assert [line["score"] for line in lines if "score" in line] == [3.0, 3.0]
     assert {row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {3.0, 7.0, 8.0}
 

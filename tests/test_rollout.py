@@ -309,9 +309,7 @@ def test_the_first_ratio_is_one_with_a_model_of_dropout(kind, monkeypatch, tmp_p
     model = make_model("gpt2")
     if kind == "opt":
         sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
-        config = transformers.OPTConfig(
-            vocab_size=22, num_attention_heads=4, dropout=0.5, init_std=0.3, **sizes
-        )
+        config = transformers.OPTConfig(vocab_size=22, num_attention_heads=4, dropout=0.5, init_std=0.3, **sizes)
         model = transformers.OPTForCausalLM(config)
     save(tmp_path / "model", model, TOKENIZER)
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": p, "answer": "1"} for p in PROMPTS])
@@ -326,9 +324,7 @@ def test_a_run_learns_to_stop_and_saves_what_it_learned(name, tmp_path):
     tokenizer = make_tokenizer(bos=True, pad="<eos>", chat=True)
     folder = save(tmp_path / "model", make_model(name), tokenizer, [1, 3])
     rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS * 3]
-    (tmp_path / "short.py").write_text(
-        "def f(completions, **_): return [-len(x.split()) for x in completions]"
-    )
+    (tmp_path / "short.py").write_text("def f(completions, **_): return [-len(x.split()) for x in completions]")
     flags = {"model": folder, "dataset": write_jsonl(tmp_path / "p.jsonl", rows), "run_dir": tmp_path / "run"}
     flags |= {"reward": f"{tmp_path / 'short.py'}:f", "batch_size": 64, "max_response_length": 10}
     run("grpo", num_iterations=8, learning_rate=1e-2, kl_coef=0, log_every=1, **flags)

@@ -16,6 +16,7 @@ import pytest
 import soak
 import torch
 import transformers
+import tyro
 from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, write_jsonl
 from zoo import run
 
@@ -56,9 +57,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(script, ranks, moment, tmp_path):
     assert not (tmp_path / "killed" / "model").exists()
     again = launch(ROOT / f"{script}.py", *flags, "--run_dir", tmp_path / "killed", ranks=ranks, env=ENV)
     assert again.stderr == "" and soak.differences(tmp_path / "whole", tmp_path / "killed") == []
-    steps = [
-        line["iteration"] for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl") if "score" in line
-    ]
+    steps = [line["iteration"] for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl") if "score" in line]
     assert steps == [1, 2, 3, 4, 5]
 
 
@@ -160,9 +159,7 @@ def test_what_a_run_folder_holds(script, tmp_path):
     lines, samples = read_jsonl(tmp_path / "metrics.jsonl"), read_jsonl(tmp_path / "samples.jsonl")
     evaluated = [line for line in lines if "score" not in line]
     assert [line["iteration"] for line in evaluated] == [0, 2, 4, 5]
-    assert all(
-        set(line) == {"iteration", *(f"eval/score/{n}" for n in ("2-5", "6", "8"))} for line in evaluated
-    )
+    assert all(set(line) == {"iteration", *(f"eval/score/{n}" for n in ("2-5", "6", "8"))} for line in evaluated)
     assert all(math.isfinite(x) for line in lines for x in line.values())
     assert all(set(line) == {"iteration", "prompt", "response", "score"} for line in samples)
     assert {line["iteration"] for line in samples} == set(range(6))
@@ -224,29 +221,7 @@ def test_after_a_full_disk_the_same_command_goes_on(limit, name, tmp_path):
     assert soak.differences(tmp_path / "whole", tmp_path / "full") == []
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_after_a_line_that_did_not_fit_the_same_command_goes_on(name, tmp_path, monkeypatch, capsys):
-    flags, module, calls = FLAGS | small_eval(tmp_path), importlib.import_module("grpo"), []
-    run("grpo", run_dir=tmp_path / "whole", **flags)
-
-    def full(path, mode="r"):
-        if path.name == name and mode == "a":
-            calls.append(path)
-        return open("/dev/full" if mode == "a" and len(calls) == 6 else path, mode)
-
-    monkeypatch.setattr(module, "open", full, raising=False)
-    with pytest.raises(SystemExit) as exit:
-        run("grpo", run_dir=tmp_path / "full", **flags)
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and f"error: {tmp_path / 'full' / name}: OSError(28" in said
-    monkeypatch.undo()
-    run("grpo", run_dir=tmp_path / "full", **flags)
-    assert soak.differences(tmp_path / "whole", tmp_path / "full") == []
-
-
-STOPS = [(script, what) for script in SKELETONS for what in ("loss", "gradient", "score")] + [
-    ("ppo", "value")
-]
+STOPS = [(script, what) for script in SKELETONS for what in ("loss", "gradient", "score")] + [("ppo", "value")]
 
 
 @pytest.mark.parametrize("script, what", STOPS)
@@ -307,18 +282,17 @@ def test_nothing_is_evaluated_that_the_user_did_not_name(script, tmp_path):
     assert [line["iteration"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
-def test_help_explains_every_flag_and_names_no_folder_of_this_machine(script, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
+def test_help_explains_every_flag_and_names_no_folder_of_this_machine(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
-    with pytest.raises(SystemExit) as exit:
-        run(script, help=True)
+    module = importlib.import_module(path.stem)
+    with pytest.raises(SystemExit):
+        tyro.cli(module.Args, args=["--help"], description=module.__doc__, use_underscores=True)
     text = capsys.readouterr().out
-    assert exit.value.code == 0 and "toy/policy" in text and str(ROOT) not in text
-    assert importlib.import_module(script).__doc__.splitlines()[0] in text
+    assert "toy/" in text and str(ROOT) not in text and module.__doc__.splitlines()[0] in text
     flat = " ".join(text.replace("│", " ").split()).partition(" options ")[2]
-    for name in vars(importlib.import_module(script).Args()):
+    for name in vars(module.Args()):
         parts = [part.split("(default")[0] for part in re.split(rf"--{name}[ ,]", flat)[1:]]
         assert any(len(part.split()) > 3 for part in parts), f"{name} is not explained"
 

@@ -189,6 +189,8 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_a_finished_one_does_nothing(tm
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
+    for name in ("metrics.jsonl", "samples.jsonl"):  # logged after the checkpoint, to be made again
+        (killed / name).open("a").write('{"iteration": 1000}\n')
     run(script, **flags, run_dir=killed)
     clock = {"tokens_per_second": 0, "pairs_per_second": 0}
     lines = [[x | clock for x in read_jsonl(folder / "metrics.jsonl")] for folder in (whole, killed)]
@@ -251,8 +253,6 @@ def test_bad_input_gets_one_sentence(tmp_path, capsys, monkeypatch, tokenizer, s
         auto = transformers.AutoModelForSequenceClassification
         auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained("outputs")
         tokenizer.save_pretrained("outputs")
-    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | (
-        {"eval_size": 0} if script is sft else {}
-    )
+    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | ({"eval_size": 0} if script is sft else {})
     said = refused(script, capsys, **default | flags)
     assert all(word in said for word in words.split()) and not Path("run").exists(), said

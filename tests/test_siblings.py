@@ -23,9 +23,7 @@ def test_the_skeletons_are_the_same(name):
         assert sync.skeleton(SOURCES[name]) == sync.skeleton(SOURCES["grpo"])
 
 
-@pytest.mark.parametrize(
-    "old, new", [("optimizer.step()", "optimizer.step() "), ("        # 4. Scores\n", "")]
-)
+@pytest.mark.parametrize("old, new", [("optimizer.step()", "optimizer.step() "), ("        # 4. Scores\n", "")])
 def test_a_drift_is_seen(old, new):
     """In a script that may insert lines too: it may change none and drop none."""
     assert SOURCES["ppo"].count(f"    {old.strip()}\n") >= 1
@@ -63,9 +61,7 @@ def imports_from(source: str) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add("." if node.level else node.module.split(".")[0])
-    return names & (
-        {path.stem for path in SCRIPTS} | {path.name for path in ROOT.iterdir() if path.is_dir()} | {"."}
-    )
+    return names & ({path.stem for path in SCRIPTS} | {path.name for path in ROOT.iterdir() if path.is_dir()} | {"."})
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
@@ -135,22 +131,6 @@ def test_sync_names_a_conflict_and_writes_nothing(repository, capsys):
     assert sync.main([], repository) == 1
     assert "ppo.py: the edit does not merge" in capsys.readouterr().out
     assert all((repository / f"{name}.py").read_text() == SOURCES[name] for name in SOURCES if name != "grpo")
-
-
-@pytest.mark.parametrize("names", [["gpro", "rloo"], ["grpo"], ["", ""], ["grpo", "ppo", "rloo"]])
-def test_a_diff_of_what_is_no_script_is_an_error_that_names_the_scripts(names, capsys):
-    assert sync.main(["--diff", *names]) == 2
-    captured = capsys.readouterr()
-    assert set(POLICY_SCRIPTS) <= set(re.findall(r"\w+", captured.err)) and captured.out == ""
-
-
-def test_a_diff_shows_what_sets_two_scripts_apart(capfd):
-    assert sync.main(["--diff", "grpo", "rloo.py"]) == 0
-    output = capfd.readouterr().out
-    assert (
-        "+++ b/rloo.py" in output
-        and "+    others = (groups.sum(1, keepdim=True) - groups) / (k - 1)" in output
-    )
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])

@@ -1,11 +1,12 @@
-"""The embedded default: what is committed is what build.py makes, and says what its README says."""
+"""The embedded default: what is committed is what build.py makes, and every script learns it."""
 
 import re
 
 import build
 import pytest
 import transformers
-from conftest import ROOT, read_jsonl, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, read_jsonl, write_jsonl
+from zoo import run
 
 TOY = ROOT / "toy"
 
@@ -15,9 +16,7 @@ def remade():
     return build.make_data(build.Args().seed, build.Args().curriculum_steps)
 
 
-@pytest.mark.parametrize(
-    "name", ["train", "heldout", "demonstrations", "preferences_train", "preferences_heldout"]
-)
+@pytest.mark.parametrize("name", ["train", "heldout", "demonstrations", "preferences_train", "preferences_heldout"])
 def test_same_seed_same_files(tmp_path, remade, name):
     build.write_jsonl(tmp_path / "file", remade[name])
     assert (tmp_path / "file").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
@@ -57,17 +56,6 @@ def is_right(prompt: str, response: str) -> bool:
     return response.endswith(f"answer {chain_value(prompt)}")
 
 
-def test_demonstrations_are_as_often_worked_out_and_right_as_promised():
-    rows = read_jsonl(TOY / "demonstrations.jsonl")
-    worked = [row for row in rows if row["completion"].startswith("think")]
-    guessed = [row for row in rows if row["completion"].startswith("answer")]
-    assert len(worked) + len(guessed) == len(rows)
-    assert len(worked) / len(rows) == pytest.approx(0.35, abs=0.02)
-    right = lambda rows: sum(is_right(row["prompt"], row["completion"]) for row in rows) / len(rows)  # noqa: E731
-    assert right(guessed) == pytest.approx(0.25, abs=0.02)
-    assert 0.75 < right(worked) < 0.85  # 6 % slips a step, 1 to 7 steps
-
-
 def test_preferences_are_right_over_wrong_and_told_apart_by_style():
     rows = read_jsonl(TOY / "preferences_train.jsonl") + read_jsonl(TOY / "preferences_heldout.jsonl")
     style = lambda text: text.split()[0]  # noqa: E731
@@ -87,6 +75,18 @@ def test_the_models_are_made_with_flags_that_the_scripts_have(tmp_path):
         flags = "--num_epochs 1 --batch_size 8 --lr_schedule constant_with_warmup".split()
         flags += ["--no_shuffle", "--eval_size", "0"] if script == "sft.py" else []
         build.train(script, tmp_path / name, 0, "--dataset", str(few), *flags)
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-            x.name for x in (tmp_path / name).iterdir()
-        }
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {x.name for x in (tmp_path / name).iterdir()}
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_it_learns(tmp_path, name):
+    """A third of the default iterations. The slowest rises from 0.41 to 0.68; one with a wrong sign falls."""
+    flags = {"num_iterations": 25, "batch_size": 128, "max_response_length": 40}
+    run(name, run_dir=tmp_path, **flags)
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
+    first, last = metrics[:3], metrics[-5:]
+    score, length = (
+        [sum(line[key] for line in lines) / len(lines) for lines in (first, last)]
+        for key in ("score", "response_length")
+    )
+    assert score[0] < 0.5 and score[1] > score[0] + 0.15 and length[1] > 1.2 * length[0]
