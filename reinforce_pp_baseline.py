@@ -303,17 +303,17 @@ def main(args):
         iteration, began = done + 1, time.time()
         torch.manual_seed(hash((args.seed, iteration, RANK)))  # of integers: the same in every process
 
-        # 3. Rollout: this rank's prompts, each samples_per_prompt times in a row, and a response to each
+        # 3. Rollout: this rank's prompts, samples_per_prompt times each, and the scores of their responses
         epoch, step = divmod(done, len(rows) // num_prompts)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
         order = order[step * num_prompts : (step + 1) * num_prompts].chunk(WORLD_SIZE)[RANK]
         batch = [rows[i] for i in order for _ in range(args.samples_per_prompt)]
         generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
+        raw_scores = score(args, reward, tokenizer, batch, generated)  # (B,)
+
+        # 4. Scores after penalty, scale, z-score and clip
         sequences, attention_mask, response_mask, logprobs, entropy, truncated = generated
         rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
-
-        # 4. Scores
-        raw_scores = score(args, reward, tokenizer, batch, generated)  # (B,)
         rollout["scores"] = process_scores(args, raw_scores, truncated)
 
         # 5. Log-probs of the reference; pi_old's come from sampling. kl is their difference, the k1 estimate

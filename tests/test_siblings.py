@@ -23,7 +23,7 @@ def test_the_skeletons_are_the_same(name):
         assert sync.skeleton(SOURCES[name]) == sync.skeleton(SOURCES["grpo"])
 
 
-@pytest.mark.parametrize("old, new", [("optimizer.step()", "optimizer.step() "), ("        # 4. Scores\n", "")])
+@pytest.mark.parametrize("old, new", [("optimizer.step()", "optimizer.step() "), ("        # 6. Advantages\n", "")])
 def test_a_drift_is_seen(old, new):
     """In a script that may insert lines too: it may change none and drop none."""
     assert SOURCES["ppo"].count(f"    {old.strip()}\n") >= 1
@@ -113,7 +113,7 @@ def edit(folder, place: str) -> None:
 @pytest.mark.parametrize("committed", [False, True])
 def test_sync_carries_an_edit_into_every_sibling(repository, committed, capsys):
     assert sync.main([], repository) == 0 and capsys.readouterr().out == ""
-    edit(repository, "        # 4. Scores\n")
+    edit(repository, "        # 6. Advantages\n")
     if committed:
         commit(repository)
     assert sync.main([], repository) == 0
@@ -126,11 +126,16 @@ def test_sync_carries_an_edit_into_every_sibling(repository, committed, capsys):
 
 
 def test_sync_names_a_conflict_and_writes_nothing(repository, capsys):
-    """ppo.py has its critic's step where grpo.py gets a line."""
+    """ppo.py has its critic's step where grpo.py gets a line. Nor is a line of rloo.py alone overwritten."""
     edit(repository, "        # 8. Log and save\n")
     assert sync.main([], repository) == 1
     assert "ppo.py: the edit does not merge" in capsys.readouterr().out
     assert all((repository / f"{name}.py").read_text() == SOURCES[name] for name in SOURCES if name != "grpo")
+    edited = SOURCES["rloo"].replace("    optimizer.step()\n", "    optimizer.step()\n    print('mine')\n")
+    for name, text in (SOURCES | {"rloo": edited}).items():
+        (repository / f"{name}.py").write_text(text)
+    assert sync.main([], repository) == 1 and "rloo.py: the edit does not merge" in capsys.readouterr().out
+    assert (repository / "rloo.py").read_text() == edited
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])

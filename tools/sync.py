@@ -90,10 +90,11 @@ def merge(mine: str, before: str, after: str) -> str | None:
     return result.stdout if result.returncode == 0 else None
 
 
-def history(root: Path):
-    """The skeleton newest first: grpo.py's, the siblings' since the last sync, grpo.py's in each commit."""
+def history(root: Path, name: str):
+    """The skeleton newest first: grpo.py's, that of name's siblings since the last sync, grpo.py's in each commit."""
     yield (root / "grpo.py").read_text()
-    yield from ((root / f"{name}.py").read_text() for name in policy_scripts(root) if not INSERTS.get(name))
+    siblings = [x for x in policy_scripts(root) if x not in INSERTS and x != name]
+    yield from ((root / f"{x}.py").read_text() for x in siblings)
     log = ["git", "log", "--format=%H", "--", "grpo.py"]
     for commit in subprocess.run(log, cwd=root, capture_output=True, text=True).stdout.split():
         show = ["git", "show", f"{commit}:grpo.py"]
@@ -106,14 +107,15 @@ def sync(root: Path) -> int:
     mother, merged = (root / "grpo.py").read_text(), {}
     for name in policy_scripts(root):
         mine = (root / f"{name}.py").read_text()
-        if INSERTS.get(name):
-            base = base_of(mine, history(root))
+        if name in INSERTS:
+            base = base_of(mine, history(root, name))
             merged[name] = base and merge(mine, base, mother)
-        else:
-            merged[name] = dress(skeleton(mother), mine)
+        else:  # an edit made here and not in grpo.py is not overwritten
+            known = any(skeleton(mine) == skeleton(x) for x in history(root, name))
+            merged[name] = dress(skeleton(mother), mine) if known else None
     conflicts = [name for name, text in merged.items() if text is None]
     for name in conflicts:
-        print(f"{name}.py: the edit does not merge; make it there by hand")
+        print(f"{name}.py: the edit does not merge, or one was made here only; make it by hand in both")
     if conflicts:
         print("nothing written")
         return 1
