@@ -149,8 +149,9 @@ def all_sum(x):
 def generate(model, tokenizer, prompts, args, greedy=False):
     """Sample a response to each prompt, a list of ids, from softmax(logits / temperature), or greedily.
 
-    Returns sequences and attention_mask (B, P+T), prompts left-padded; response_mask (B, T) bool, true up to
-    the first EOS and on it; logprobs and entropy (B, T), 0 on padding; truncated (B,) bool: no EOS came.
+    Returns sequences and attention_mask (B, P+T), prompts left-padded, T = max_response_length; response_mask
+    (B, T) bool, true up to the first EOS and on it; logprobs and entropy (B, T), 0 on padding; truncated (B,)
+    bool: no EOS came.
     Our own loop, so that no generation config can change the distribution. Each distinct prompt is read once.
     Finished rows are dropped once a quarter of the batch has finished, so that a long tail stays cheap.
     """
@@ -172,7 +173,7 @@ def generate(model, tokenizer, prompts, args, greedy=False):
         rows = torch.arange(len(prompts), device=device)  # (b,) those still in the batch, b <= B
         running = rows >= 0  # (b,) those of them without EOS so far, at first all
         responses = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)
-        logprobs, entropy = torch.zeros(2, *responses.shape, device=device)  # (B, max T) each
+        logprobs, entropy = torch.zeros(2, *responses.shape, device=device)  # (B, T) each
         for t in range(args.max_response_length):
             all_logprobs = (logits[:, -1].float() / args.temperature).log_softmax(-1)  # (b, V)
             probs = all_logprobs.exp()
@@ -192,12 +193,11 @@ def generate(model, tokenizer, prompts, args, greedy=False):
             position, mask = position + 1, torch.cat([mask, torch.ones_like(position)], dim=1)
             logits = forward(input_ids=tokens[:, None], attention_mask=mask, position_ids=position).logits
 
-    responses = responses[:, : t + 1]  # (B, T)
     ends = torch.isin(responses, stop_ids)
     response_mask = ends.cumsum(1) - ends.long() == 0  # up to the first EOS and on it
     sequences = torch.cat([prompt_ids, responses * response_mask], dim=1)
     attention_mask = torch.cat([prompt_mask, response_mask.long()], dim=1)
-    logprobs, entropy = (x[:, : t + 1] * response_mask for x in (logprobs, entropy))
+    logprobs, entropy = logprobs * response_mask, entropy * response_mask
     return sequences, attention_mask, response_mask, logprobs, entropy, ~ends.any(1)
 
 

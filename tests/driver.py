@@ -48,7 +48,7 @@ def fixed_generate(script, model, tokenizer, prompts, args, greedy=False):
     """What script.generate gives. The log-probs are a little off the policy's, so that ratios are not 1."""
     copies = [0 if greedy else 1 + prompts[:i].count(ids) for i, ids in enumerate(prompts)]
     responses = [fixed_response(tokenizer, *pair) for pair in zip(prompts, copies)]
-    P, T = max(map(len, prompts)), max(map(len, responses))
+    P, T = max(map(len, prompts)), args.max_response_length
     sequences, attention_mask = torch.zeros(2, len(prompts), P + T, dtype=torch.long)
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
         sequences[i, P - len(prompt) : P + len(response)] = torch.tensor(prompt + response)

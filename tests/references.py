@@ -74,21 +74,22 @@ def token_terms(mb, new):
             yield i, new[i, t], ratio, float(mb["ref_logprobs"][i, t]), float(mb["advantages"][i, t])
 
 
-def clipped(ratio, advantage: float, eps: float):
+def clipped(ratio, advantage: float, low: float, high: float | None = None):
     """PPO's objective of a token, and whether it is constant there."""
-    if advantage > 0 and ratio > 1 + eps:
-        return (1 + eps) * advantage, True
-    if advantage < 0 and ratio < 1 - eps:
-        return (1 - eps) * advantage, True
+    if advantage > 0 and ratio > 1 + (high or low):
+        return (1 + (high or low)) * advantage, True
+    if advantage < 0 and ratio < 1 - low:
+        return (1 - low) * advantage, True
     return ratio * advantage, False
 
 
-def grpo_advantages(args, rollout):
-    def normalized(i, group):
-        mean = math.fsum(group) / len(group)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (len(group) - 1))
-        return minus_mean(i, group) / (std + 1e-4)
+def normalized(i: int, group: list[float]) -> float:
+    mean = math.fsum(group) / len(group)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (len(group) - 1))
+    return minus_mean(i, group) / (std + 1e-4)
 
+
+def grpo_advantages(args, rollout):
     scores = in_groups(rollout["scores"].tolist(), args.samples_per_prompt, normalized)
     return spread(scores, rollout["response_mask"])
 
@@ -129,6 +130,81 @@ def rloo_advantages(args, rollout):
 
 def rloo_loss(args, mb, new, num_sequences, num_tokens):
     return -sum(advantage * lp for _, lp, _, _, advantage in token_terms(mb, new)) / num_sequences, None
+
+
+def reinforce_advantages(args, rollout):
+    rewards = [row[0] for row in returns_to_go(args, rollout)]
+    mean = math.fsum(rewards) / len(rewards)
+    return spread([x - mean for x in rewards], rollout["response_mask"])
+
+
+reinforce_loss = rloo_loss
+
+
+def raft_advantages(args, rollout):
+    rewards = [row[0] for row in returns_to_go(args, rollout)]
+
+    def imitated(i, group):
+        return len(group) if i == min(j for j, x in enumerate(group) if x == max(group)) else 0
+
+    return spread(in_groups(rewards, args.samples_per_prompt, imitated), rollout["response_mask"])
+
+
+raft_loss = rloo_loss
+
+
+def dr_grpo_advantages(args, rollout):
+    return spread(in_groups(rollout["scores"].tolist(), args.samples_per_prompt, minus_mean), rollout["response_mask"])
+
+
+def dr_grpo_loss(args, mb, new, num_sequences, num_tokens):
+    loss, share = 0.0, 0.0
+    for _, _, ratio, _, advantage in token_terms(mb, new):
+        objective, stopped = clipped(ratio, advantage, args.clip_eps)
+        loss = loss - objective / args.max_response_length / num_sequences
+        share += stopped / num_tokens
+    return loss, share
+
+
+def dapo_advantages(args, rollout):
+    scores, start = [], args.max_response_length - args.overlong_buffer
+    for score, positions in zip(rollout["scores"].tolist(), tokens(rollout["response_mask"])):
+        over = len(positions) - start
+        scores.append(score - over / args.overlong_buffer if over > 0 and args.overlong_buffer else score)
+    return spread(in_groups(scores, args.samples_per_prompt, normalized), rollout["response_mask"])
+
+
+def dapo_loss(args, mb, new, num_sequences, num_tokens):
+    loss, share = 0.0, 0.0
+    for _, _, ratio, _, advantage in token_terms(mb, new):
+        objective, stopped = clipped(ratio, advantage, args.clip_eps_low, args.clip_eps_high)
+        loss, share = loss - objective / num_tokens, share + stopped / num_tokens
+    return loss, share
+
+
+gspo_advantages = cispo_advantages = grpo_advantages
+
+
+def gspo_loss(args, mb, new, num_sequences, num_tokens):
+    """Word for word as in the paper where the advantage is the same on all tokens; else its mean over tokens."""
+    loss, share = 0.0, 0.0
+    for i, positions in enumerate(tokens(mb["response_mask"])):
+        ratio = (sum(new[i, t] - float(mb["logprobs"][i, t]) for t in positions) / len(positions)).exp()
+        for t in positions:
+            advantage = float(mb["advantages"][i, t])
+            objective, stopped = clipped(ratio, advantage, args.clip_eps_low, args.clip_eps_high)
+            loss = loss - objective / len(positions) / num_sequences
+            share += stopped / num_tokens
+    return loss, share
+
+
+def cispo_loss(args, mb, new, num_sequences, num_tokens):
+    loss, share = 0.0, 0.0
+    for _, lp, ratio, _, advantage in token_terms(mb, new):
+        weight = min(max(float(ratio.detach()), 1 - args.clip_eps_low), 1 + args.clip_eps_high)
+        loss = loss - weight * advantage * lp / num_tokens
+        share += (weight != float(ratio.detach())) / num_tokens
+    return loss, share
 
 
 def remax_advantages(args, rollout):

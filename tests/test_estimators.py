@@ -61,7 +61,7 @@ def test_a_new_script_is_told_what_it_lacks():
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_advantages_equal_the_loops(name, beta):
     for seed, k in product(range(4), (2, 3, 8)):
-        args = make_args(name, kl_coef=beta, samples_per_prompt=k)
+        args = make_args(name, kl_coef=beta, samples_per_prompt=k, max_response_length=9, overlong_buffer=4)
         rollout = make_rollout(seed, k)
         rollout["scores"][-k:] = 1 / 3  # one group whose scores are all equal
         result = MODULES[name].compute_advantages(args, rollout)
@@ -235,3 +235,63 @@ def test_reinforce_pp_ascends_reward_minus_beta_kl(beta):
     returns = rollout["kl"].flip(1).cumsum(1).flip(1).mul(-beta) + rollout["scores"][:, None]
     factor = -ROWS / (mask.sum() * returns[mask].std(correction=0))
     torch.testing.assert_close(gradient, factor * policy.exact_gradient(beta), rtol=1e-9, atol=1e-10)
+
+
+def facts(name: str) -> list[str]:
+    """What sets a script apart, found out from its flags and functions: a row of docs/estimators.md."""
+    args = make_args(name, samples_per_prompt=4, kl_coef=0.5, overlong_buffer=0, max_response_length=9)
+    base = make_rollout(0, 4, garbage=0.0)
+    base["response_mask"][:2] = True  # without holes
+    mask, lengths = base["response_mask"], base["response_mask"].sum(1)
+    moved = lambda one, other: not torch.allclose(one, other, rtol=1e-3)  # noqa: E731
+
+    def advantages(**changes):
+        return MODULES[name].compute_advantages(args, base | changes)["advantages"]
+
+    def loss(new=base["logprobs"] + 0.1, sequences=5, tokens=7, args=args, **changes):
+        return MODULES[name].policy_loss(args, base | changes, new, sequences, tokens)[0]
+
+    def slopes(new, **changes):
+        new = new.clone().requires_grad_()
+        none = make_args(name, kl_coef=0.0, max_response_length=9)
+        return torch.autograd.grad(loss(new, args=none, **changes), new)[0]
+
+    order = torch.arange(12)
+    order[[1, 4]] = order[[4, 1]]  # two responses change places, and with it their groups
+    other = base["scores"] + 7 * (torch.arange(12) == 4)  # one in another group
+    compared = {
+        "the group": moved(advantages(**{key: x[order] for key, x in base.items()})[order], advantages()),
+        "the batch": moved(advantages(scores=other)[:4], advantages()[:4]),
+        "the greedy response": moved(advantages(greedy_scores=base["greedy_scores"] + 7), advantages()),
+        "the critic": moved(advantages(values=base["values"] + torch.eye(12, 9)), advantages()),
+    }
+    zero = {"kl": 0 * base["kl"]}
+    times = {key: 9 * base[key] for key in ("scores", "greedy_scores", "values")}
+    kl = "reward" if moved(advantages(kl=base["kl"] * -50), advantages()) else "none"
+    kl = "loss" if moved(loss(ref_logprobs=base["ref_logprobs"] * 2), loss()) else kl
+
+    one = {"advantages": mask.double()}
+    low, high = (getattr(args, f"clip_eps{side}", getattr(args, "clip_eps", None)) for side in ("_low", "_high"))
+    beyond = (slopes(base["logprobs"] + 3, **one)[mask] == 0).all()  # a good response, far beyond any clip
+    clip = "none" if low is None else f"{'objective' if beyond else 'weight'}, -{low:g} +{high:g}"
+    over = "tokens" if moved(loss(tokens=14), loss()) else "responses"
+    first = slopes(base["logprobs"], **one)[:, 0].abs()
+    over += ", each over its length" if moved(first[lengths == 9].max(), first.max()) else ""
+    over += ", each over L_max" if moved(loss(args=dataclasses.replace(args, max_response_length=18)), loss()) else ""
+    steps, fixed = args.num_minibatches * args.update_epochs, "num_minibatches" not in vars(args)
+    return [
+        f"[`{name}`](../{name}.py)",
+        str(MODULES[name].Args().samples_per_prompt),
+        " and ".join(source for source, does in compared.items() if does),
+        "no" if moved(advantages(**zero, **times), advantages(**zero)) else "yes",
+        kl,
+        clip,
+        over,
+        f"{steps}, fixed" if fixed else str(steps),
+    ]
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_the_table_of_differences_says_what_the_scripts_do(name):
+    row = "| " + " | ".join(facts(name)) + " |"
+    assert row in (ROOT / "docs" / "estimators.md").read_text(), f"docs/estimators.md lacks this row:\n{row}"

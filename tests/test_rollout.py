@@ -132,7 +132,7 @@ def test_a_prompt_is_read_once_and_finished_rows_leave_the_batch():
     model.register_forward_pre_hook(hook, with_kwargs=True)
     prompts = [IDS[1], IDS[0], IDS[1], IDS[1], IDS[0], IDS[0]] * 4
     _, _, response_mask, *_ = generate(model, prompts=prompts, max_response_length=14)
-    assert read[0] == (2, len(IDS[1])) and len(read) == response_mask.shape[1]
+    assert read[0] == (2, len(IDS[1])) and len(read) == response_mask.any(0).sum()
     for (rows, columns), running in zip(read[1:], response_mask.sum(0)[1:].tolist()):
         assert columns == 1 and running <= rows and 0.75 * rows < max(running, 1) + 1
     assert read[-1][0] < 12
@@ -185,7 +185,7 @@ def test_pieces_of_logits_and_cut_micro_batches_have_the_gradient_of_the_plain_f
             logprobs = grpo.token_logprobs(model, *inputs, 0.7)
             torch.testing.assert_close(logprobs, value[index, : inputs[2]], rtol=1e-4, atol=1e-4)
             loss = loss + (logprobs * mb["weights"]).sum()
-        tolerance = 1e-6 if dtype == torch.float64 else 5e-6
+        tolerance = 1e-6 if dtype == torch.float64 else 1e-5
         assert_same_gradients(gradients(model, loss), expected, tolerance)
 
 

@@ -113,7 +113,7 @@ def edit(folder, place: str) -> None:
 @pytest.mark.parametrize("committed", [False, True])
 def test_sync_carries_an_edit_into_every_sibling(repository, committed, capsys):
     assert sync.main([], repository) == 0 and capsys.readouterr().out == ""
-    edit(repository, "        # 4. Scores after penalty, scale, z-score and clip\n")
+    edit(repository, "        # 3. Rollout: this rank's prompts")
     if committed:
         commit(repository)
     assert sync.main([], repository) == 0
