@@ -27,13 +27,14 @@ from toy_seeds import POLICY_SCRIPTS, processor
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "hacking.json"
 KEYS = ["score", "kl", "response_length"]
+SCRIPTS = tuple(x for x in POLICY_SCRIPTS if "\n    kl_coef: float" in (ROOT / f"{x}.py").read_text())
 EVERY = 5  # iterations between evaluations
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = POLICY_SCRIPTS
-    """Which scripts, by name."""
+    scripts: tuple[str, ...] = SCRIPTS
+    """Which scripts, by name; by default those with a KL term."""
     betas: tuple[float, ...] = (0.0, 0.05, 1.0)
     """Which --kl_coef."""
     seeds: tuple[int, ...] = (1, 2)

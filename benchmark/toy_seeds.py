@@ -73,7 +73,9 @@ def train(script: str, seed: int, flags: str) -> dict:
         seconds = time.perf_counter() - start
         metrics = Path(runs, "run", "metrics.jsonl")
         lines = [json.loads(line) for line in metrics.open()]
-    curves = {key: [round(line[key], 6) for line in lines if key in line] for key in KEYS}
+    for line in lines:  # of dapo.py the score of all that it sampled, not of the groups that it trains on
+        line["score"] = line.pop("sampled_score", line.get("score"))
+    curves = {key: [round(line[key], 6) for line in lines if line.get(key) is not None] for key in KEYS}
     held_out = {
         str(line["iteration"]): {group: round(line[f"eval/score/{group}"], 4) for group in GROUPS}
         for line in lines
@@ -96,10 +98,11 @@ def table(results: dict) -> str:
     for run in results["runs"]:
         before, *_, after = run["held_out"].values()
         greedy = " | ".join(f"{before[group]:.2f} → {after[group]:.2f}" for group in GROUPS)
+        kl = f"{last(run['kl']):.2f}" if run["kl"] else ""
         lines.append(
             f"| `{run['script']}.py` | {run['seed']} | {run['score'][0]:.2f} / {last(run['score']):.3f} "
             f"| {run['response_length'][0]:.1f} / {last(run['response_length']):.1f} | {greedy} "
-            f"| {last(run['kl']):.2f} | {run['seconds']:.0f} |"
+            f"| {kl} | {run['seconds']:.0f} |"
         )
     made = results["made"]
     lines += ["", f"Made by `{made['command']}` on {made['machine']}, {made['versions']}."]
@@ -146,7 +149,7 @@ def draw(results: dict, path: Path) -> None:
         "kl": "KL to the start",
     }
     scripts = list(dict.fromkeys(run["script"] for run in results["runs"]))
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.0), constrained_layout=True)
     for axis, (key, title) in zip(axes, panels.items()):
         for color, script in enumerate(scripts):
             curves = list(
@@ -154,15 +157,14 @@ def draw(results: dict, path: Path) -> None:
             )  # by iteration
             iterations = range(1, len(curves) + 1)
             mean = [sum(values) / len(values) for values in curves]
-            axis.plot(iterations, mean, color=f"C{color}", linewidth=1.5, label=script)
-            axis.fill_between(
-                iterations, list(map(min, curves)), list(map(max, curves)), color=f"C{color}", alpha=0.12
-            )
+            style = {"color": plt.get_cmap("tab20")(color * 2 % 20 + color // 10)}
+            axis.plot(iterations, mean, linewidth=1.3, label=script, **style)
+            axis.fill_between(iterations, list(map(min, curves)), list(map(max, curves)), alpha=0.1, **style)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration")
         axis.grid(alpha=0.25)
     axes[0].set_ylim(0, 1.02)
-    axes[0].legend(frameon=False, loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=130)
 
 

@@ -26,10 +26,13 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = shutil.ignore_patterns(".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png")
 GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
+REINFORCE, RAFT, DR_GRPO = "reinforce.py", "raft.py", "dr_grpo.py"
+DAPO, GSPO, CISPO = "dapo.py", "gspo.py", "cispo.py"
 RPP, BASE, SFT, RM = "reinforce_pp.py", "reinforce_pp_baseline.py", "sft.py", "reward_model.py"
 ESTIMATORS, SIBLINGS, TOY = (f"tests/test_{name}.py" for name in ("estimators", "siblings", "toy"))
 ROLLOUT, REWARDS, RUNS = "tests/test_rollout.py", "tests/test_rewards.py", "tests/test_runs.py"
 BAD, SFT_TESTS, RM_TESTS = "tests/test_bad_input.py", "tests/test_sft.py", "tests/test_reward_model.py"
+DAPO_TESTS = "tests/test_dapo.py"
 
 
 def on(ranks: int, name: str = "grpo") -> str:
@@ -131,6 +134,83 @@ MUTANTS = [
         CLIPPED,
         CLIPPED.replace("num_tokens", "mask.sum()"),
         ESTIMATORS,
+    ),
+    ("kl sign flipped in reinforce", REINFORCE, '["scores"] - args.kl_coef', '["scores"] + args.kl_coef', ESTIMATORS),
+    (
+        "reinforce: the mean of a rank",
+        REINFORCE,
+        "all_sum(rewards.sum()) / all_sum(torch.ones_like(rewards).sum())",
+        "rewards.mean()",
+        on(2, "reinforce"),
+    ),
+    ("reinforce: the mean of the tokens", REINFORCE, "torch.ones_like(rewards).sum()", "mask.sum()", ESTIMATORS),
+    (
+        "raft: the last of equals",
+        RAFT,
+        "groups.argmax(1, keepdim=True)",
+        "k - 1 - groups.flip(1).argmax(1, keepdim=True)",
+        ESTIMATORS,
+    ),
+    ("raft: all of equals", RAFT, "torch.zeros_like(groups)", "k * (groups == groups.amax(1)[:, None])", ESTIMATORS),
+    ("raft: weight 1", RAFT, "keepdim=True), k)", "keepdim=True), 1)", ESTIMATORS),
+    (
+        "dr_grpo: divided by the std",
+        DR_GRPO,
+        "(groups - groups.mean(1, keepdim=True)).view",
+        "((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view",
+        ESTIMATORS,
+    ),
+    (
+        "dr_grpo: divided by the length",
+        DR_GRPO,
+        "args.max_response_length).sum() / num",
+        "mask.sum(1)).sum() / num",
+        ESTIMATORS,
+    ),
+    ("gspo: no 1/T", GSPO, "(log_ratios.sum(1) / mask.sum(1))", "log_ratios.sum(1)", ESTIMATORS),
+    ("gspo: 1/T of the padded length", GSPO, "(log_ratios.sum(1) / mask.sum(1))", "log_ratios.mean(1)", ESTIMATORS),
+    ("gspo: clip with max", GSPO, "torch.min(unclipped", "torch.max(unclipped", ESTIMATORS),
+    ("cispo: the ratio is not detached", CISPO, "clipped.detach() * advantages", "clipped * advantages", ESTIMATORS),
+    (
+        "cispo: a clip that drops the gradient",
+        CISPO,
+        "clipped.detach() * advantages * logprobs",
+        "torch.min(ratio * advantages, clipped * advantages)",
+        ESTIMATORS,
+    ),
+    ("cispo: a lower bound", CISPO, "1 - args.clip_eps_low,", "1 - args.clip_eps_high,", ESTIMATORS),
+    ("dapo: the lower clip above too", DAPO, "1 + args.clip_eps_high)", "1 + args.clip_eps_low)", ESTIMATORS),
+    (
+        "dapo: the mean of responses",
+        DAPO,
+        "token_losses.sum() / num_tokens",
+        "(token_losses.sum(1) / mask.sum(1)).sum() / num_sequences",
+        ESTIMATORS,
+    ),
+    ("dapo: long responses are paid", DAPO, '["scores"] - excess', '["scores"] + excess', ESTIMATORS),
+    ("dapo: no dynamic sampling", DAPO, "if mixed.sum() >= local_batch or", "if True or", DAPO_TESTS),
+    (
+        "dapo: its length decides",
+        DAPO,
+        "groups = raw_scores.view",
+        "groups = (raw_scores + generated[2].sum(1)).view",
+        DAPO_TESTS,
+    ),
+    ("dapo: equal scores first", DAPO, "index = (~mixed).long()", "index = mixed.long()", DAPO_TESTS),
+    ("dapo: scores of other rows", DAPO, "raw_scores[index]", "raw_scores[:local_batch]", DAPO_TESTS),
+    (
+        "dapo: joined on the wrong side",
+        DAPO,
+        '0, "left") for x, y in pairs',
+        '0, "right") for x, y in pairs',
+        DAPO_TESTS,
+    ),
+    (
+        "dapo: other prompts after a resume",
+        DAPO,
+        "torch.randperm(len(rows))[",
+        "torch.randperm(len(rows), generator=torch.Generator().manual_seed(time.time_ns()))[",
+        f"{RUNS} -k 'after_its_checkpoint and dapo'",
     ),
     ("remax: no greedy baseline", REMAX, ' - rollout["greedy_scores"]', "", ESTIMATORS),
     ("remax: kl of this token only", REMAX, FLIP, "rewards.clone()", ESTIMATORS),
