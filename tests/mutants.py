@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = shutil.ignore_patterns(".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png")
 GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
 REINFORCE, RAFT, DR_GRPO = "reinforce.py", "raft.py", "dr_grpo.py"
-DAPO, GSPO, CISPO = "dapo.py", "gspo.py", "cispo.py"
+DAPO, GSPO, CISPO, DPO = "dapo.py", "gspo.py", "cispo.py", "dpo.py"
 RPP, BASE, SFT, RM = "reinforce_pp.py", "reinforce_pp_baseline.py", "sft.py", "reward_model.py"
 ESTIMATORS, SIBLINGS, TOY = (f"tests/test_{name}.py" for name in ("estimators", "siblings", "toy"))
 ROLLOUT, REWARDS, RUNS = "tests/test_rollout.py", "tests/test_rewards.py", "tests/test_runs.py"
 BAD, SFT_TESTS, RM_TESTS = "tests/test_bad_input.py", "tests/test_sft.py", "tests/test_reward_model.py"
-DAPO_TESTS = "tests/test_dapo.py"
+DAPO_TESTS, DPO_TESTS = "tests/test_dapo.py", "tests/test_dpo.py"
 
 
 def on(ranks: int, name: str = "grpo") -> str:
@@ -859,6 +859,26 @@ MUTANTS = [
         f"{RM_TESTS} -k last_attended",
     ),
     ("equal pairs stay", RM, 'if row["ids"][0] != row["ids"][1]]', "if True]", f"{RM_TESTS} -k cut"),
+    ("dpo: upside down", DPO, "softplus(-beta * margins)", "softplus(beta * margins)", f"{DPO_TESTS} -k plain"),
+    (
+        "dpo: no reference",
+        DPO,
+        "(chosen_logprobs - ref_chosen_logprobs) -",
+        "chosen_logprobs -",
+        f"{DPO_TESTS} -k plain",
+    ),
+    ("dpo: the mean of a response", DPO, "logprobs).sum(1)", "logprobs).mean(1)", f"{DPO_TESTS} -k log_probs"),
+    ("dpo: the prompt counts", DPO, ">= starts)", ">= starts - 1)", f"{DPO_TESTS} -k log_probs"),
+    ("dpo: pairs of the micro-batch", DPO, "args.beta, args.batch_size)", "args.beta)", f"{DPO_TESTS} -k gradient"),
+    ("dpo: gradients stay", DPO, "all_sum(parameter.grad)", "parameter.grad", f"{DPO_TESTS} -k gradient"),
+    ("dpo: references stay", DPO, "return all_sum(ratios)", "return ratios", f"{DPO_TESTS} -k gradient"),
+    (
+        "dpo: after a resume the checkpoint is the reference",
+        DPO,
+        "    # The policy is still the reference",
+        '    policy.load_state_dict((checkpoint or {"policy": policy.state_dict()})["policy"])\n    # The',
+        f"{SFT_TESTS} -k 'killed and dpo'",
+    ),
     (
         "template kept for texts",
         RM,

@@ -206,18 +206,42 @@ class SmallPolicy:
         return torch.autograd.grad(objective, self.logits, retain_graph=True)[0]
 
 
-@pytest.mark.parametrize("name, k", [("rloo", 2), ("remax", 1)])
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_rloo_and_remax_are_unbiased(name, k, beta):
-    """A token mean has a random denominator; with 1 it is the sum, whose expectation is the estimator's."""
-    policy, args = SmallPolicy(), make_args(name, kl_coef=beta, samples_per_prompt=k)
+def expected_gradient(name: str, k: int, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expectation over all groups of k responses, and the exact one. A token mean has a random denominator: it is
+    taken with 1, and is the sum then."""
+    flags = {"kl_coef": beta, "samples_per_prompt": k, "max_response_length": T, "overlong_buffer": 0}
+    policy, args = SmallPolicy(), make_args(name, **flags)
     rollout, new = policy.rollout(RESPONSES)
     probability = dict(zip(RESPONSES, new.masked_fill(~rollout["response_mask"], 0.0).sum(1).exp().tolist()))
     expected = sum(
         math.prod(probability[row] for row in group) * policy.gradient(name, group, args, k, k)
         for group in product(RESPONSES, repeat=k)
     )
-    torch.testing.assert_close(-expected, policy.exact_gradient(beta), rtol=0, atol=1e-10)
+    return -expected, policy.exact_gradient(beta)
+
+
+UNBIASED = {"rloo": (2, 1), "remax": (1, 1), "reinforce": (2, 1 / 2), "dr_grpo": (2, 1 / 2 / T)}
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_these_are_unbiased(name, beta):
+    """Up to a constant factor: (k - 1)/k where a response is part of its baseline, and 1/L_max."""
+    k, factor = UNBIASED[name]
+    if beta == 0 or "kl_coef" in vars(make_args(name)):
+        expected, exact = expected_gradient(name, k, beta)
+        torch.testing.assert_close(expected, factor * exact, rtol=0, atol=1e-10)
+
+
+BIASED = {"grpo": 0.971, "gspo": 0.971, "cispo": 0.983, "dapo": 0.983, "raft": 0.983}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_these_are_biased(name):
+    """Cosine with the exact gradient at k = 2, as docs/estimators.md says."""
+    expected, exact = expected_gradient(name, 2, 0.0)
+    cosine = torch.cosine_similarity(expected.flatten(), exact.flatten(), dim=0)
+    assert float(cosine) == pytest.approx(BIASED[name], abs=6e-4)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05, 0.5])

@@ -1,4 +1,4 @@
-"""sft.py: the loss is on completion and EOS only, and weighs every token alike. Runs of it and reward_model.py."""
+"""sft.py: the loss is on completion and EOS only, and weighs every token alike. Runs of stages 1 and 2."""
 
 import signal
 import subprocess
@@ -12,6 +12,7 @@ import transformers
 from conftest import ROOT, launch, make_gpt2, make_llama, read_jsonl, write_jsonl
 from tokenizers.processors import TemplateProcessing
 
+import dpo
 import reward_model
 import sft
 
@@ -160,7 +161,7 @@ def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
     assert len({tuple(x) for x in (first, second, prompts)}) == (3 if shuffle else 1)
 
 
-TOY = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl"}
+TOY = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl", dpo: "preferences_train.jsonl"}
 
 
 @pytest.mark.parametrize("script", TOY)
