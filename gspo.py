@@ -14,8 +14,8 @@ eps_low = clip_eps_low and eps_high = clip_eps_high:
 
 N_seq is the number of responses in one optimizer step over all ranks, T_i the length of response i with EOS.
 s_i is the geometric mean of the tokens' ratios, hence so near 1 that the paper clips at 3e-4 and 4e-4. Its
-gradient is shared by the T_i tokens alike. A response is clipped with all its tokens, or not at all. There is
-no KL term. grpo.py has a ratio and a clip for each token, and the same weights 1/T_i.
+gradient is shared by the T_i tokens alike. A response is clipped with all its tokens, or not at all. The KL
+is left out, as in the paper's equations. grpo.py has a ratio and a clip for each token, and the same 1/T_i.
 Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
 
     python gspo.py

@@ -14,8 +14,8 @@ k = samples_per_prompt, with the scores r_1 ... r_k. With beta = kl_coef:
 
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
 There is exactly one step per rollout, so that each is imitated once. Nothing is pushed down: where all fail,
-the first failure is imitated, and how much better the best was does not count. rloo.py weighs the same
-responses by what they have beyond the mean of the others.
+a failure is imitated, that of the least KL, and how much better the best was does not count. rloo.py weighs
+the same responses by what they have beyond the mean of the others.
 Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
 
     python raft.py

@@ -14,8 +14,8 @@ samples a response with the score r_i. With beta = kl_coef:
 
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
 There is exactly one step per rollout, since nothing corrects for a policy that has moved. The mean has R_i in
-it, which only shortens the expected gradient, by 1 - 1/N_seq. This is the file to read first: rloo.py takes
-the mean over the other responses to the same prompt, reinforce_pp.py adds the KL to go, a std and a clip.
+it, which only shortens the expected gradient, to 1 - 1/N_seq of its length. This is the file to read first:
+rloo.py takes the mean of the other responses to the prompt, reinforce_pp.py adds the KL to go, a std, a clip.
 Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
 
     python reinforce.py

@@ -70,7 +70,7 @@ def train(label: str, seed: int) -> list[dict]:
 
     def watched_log(run_dir, track, iteration, metrics, *rest, log=script.log):
         log(run_dir, track, iteration, metrics, *rest)
-        rule, few = now.pop("rule"), ("rollouts", "dropped_groups", "response_length")
+        rule, few = now.pop("rule"), ("rollouts", "equal_groups", "response_length")
         lines.append({"tokens": now["tokens"], "accuracy": sum(rule) / len(rule), "rows": len(rule)})
         lines[-1] |= {key: metrics[key] for key in few if key in metrics}
 
@@ -107,7 +107,7 @@ def table(results: dict) -> str:
         means = ["1", ""]
         if "rollouts" in runs[0][0]:
             mean = lambda key: sum(x[key] for lines in runs for x in lines) / sum(map(len, runs))  # noqa: B023, E731
-            means = [f"{mean('rollouts'):.2f}", f"{mean('dropped_groups'):.2f}"]
+            means = [f"{mean('rollouts'):.2f}", f"{mean('equal_groups'):.2f}"]
         lines.append(f"| `{label}` | {' | '.join(means)} | {' | '.join(cells)} |")
     seeds = sorted({run["seed"] for run in results["runs"]})
     lines += [

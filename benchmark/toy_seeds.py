@@ -73,9 +73,7 @@ def train(script: str, seed: int, flags: str) -> dict:
         seconds = time.perf_counter() - start
         metrics = Path(runs, "run", "metrics.jsonl")
         lines = [json.loads(line) for line in metrics.open()]
-    for line in lines:  # of dapo.py the score of all that it sampled, not of the groups that it trains on
-        line["score"] = line.pop("sampled_score", line.get("score"))
-    curves = {key: [round(line[key], 6) for line in lines if line.get(key) is not None] for key in KEYS}
+    curves = {key: [round(line[key], 6) for line in lines if key in line] for key in KEYS}
     held_out = {
         str(line["iteration"]): {group: round(line[f"eval/score/{group}"], 4) for group in GROUPS}
         for line in lines

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, launch, read_jsonl, write_jsonl
+from conftest import launch, read_jsonl, write_jsonl
 from test_ranks import DRIVER, check_denominators
 from zoo import run
 
@@ -50,10 +50,12 @@ def test_a_batch_has_groups_of_different_scores_only(flags, seen, tokenizer, tmp
         scores = [len(x.split("? ")[1].removesuffix(" <eos>")) % 3 for x in texts]
         assert rollout["scores"].tolist() == scores  # each response with its own, after the parts were joined
         assert len({text.split("?")[0] for text in texts}) <= 4
-    for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
-        found = round(line["rollouts"] * 4 * (1 - line["dropped_groups"]), 3)
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    for line in lines:
+        found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
         assert line["rollouts"] > 1 and found in (4, 5, 6, 7)  # before the last rollout there were fewer than 4
-        assert line["sampled_score"] != line["score"]
+    for rollout, line in zip(seen, lines):
+        assert line["score"] != pytest.approx(float(rollout["scores"].mean()), abs=1e-3)  # it is of all sampled
 
 
 def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(flags, seen, tmp_path):
@@ -65,11 +67,12 @@ def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(flags, see
     assert [len(rollout["scores"]) for rollout in seen] == [32] * 4 and min(counts) < 4
     for rollout, line in zip(seen, lines):
         assert mixed(rollout) == sorted(mixed(rollout), reverse=True)
-        assert line["dropped_groups"] == pytest.approx(1 - sum(mixed(rollout)) / 8)
+        assert line["equal_groups"] == pytest.approx(1 - sum(mixed(rollout)) / 8)
     write_jsonl(flags["dataset"], [{"prompt": f"3 + {last} ?"} for last in "5678"])
     run("dapo", **flags, num_iterations=1, run_dir=tmp_path / "enough")
     (line,) = read_jsonl(tmp_path / "enough" / "metrics.jsonl")
-    assert line["rollouts"] == 1 and line["dropped_groups"] == 0 and line["score"] == line["sampled_score"]
+    assert line["rollouts"] == 1 and line["equal_groups"] == 0
+    assert line["score"] == pytest.approx(float(seen[-1]["scores"].mean()))
 
 
 def test_the_filter_reads_raw_scores(flags, seen, tmp_path):
@@ -93,4 +96,3 @@ def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
     check_denominators(pair)
     lines = pair[0]["metrics"]
     assert sum(line["rollouts"] for line in lines) == pytest.approx(sum(rollouts) / 2)
-    assert (ROOT / "dapo.py").read_text().count("all_sum(") == (ROOT / "grpo.py").read_text().count("all_sum(")

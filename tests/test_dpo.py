@@ -83,11 +83,13 @@ def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, tokenizer
 def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path, capsys):
     tokenizer = make_tokenizer(bos=True, chat=True)
     user, answer = {"role": "user", "content": "3 ?"}, {"role": "assistant", "content": "answer 3"}
-    forms = [([user], "answer 3"), ([user], [answer]), ("", [user, answer]), ("3 ?", [user, answer])]
+    forms = [([user], "answer 3"), ([user], [answer]), ("", [user, answer]), ("3 ?", [user, answer]), ("3 ?", [answer])]
     assert {str(dpo.encode(tokenizer, *form)) for form in forms} == {str(dpo.encode(tokenizer, *forms[0]))}
     ids, start = dpo.encode(tokenizer, *forms[0])
     assert tokenizer.decode(ids[:start]) == "<bos> <user> 3 ? <end> <model>"
     assert tokenizer.decode(ids[start:]) == "answer 3 <eos>"
+    ids, start = dpo.encode(tokenizer, [user], [answer, user, answer])  # nothing of the conversation is lost
+    assert tokenizer.decode(ids[:start]).count("3 ?") == 2
     rows = [*PAIRS, PAIRS[2] | {"rejected": "answer 9"}, PAIRS[0] | {"prompt": "3 + " * 9 + "?"}]
     data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
     kept = dpo.load_rows(dpo.Args(max_length=12), "dataset", data, "train", make_llama(22), make_tokenizer())
@@ -102,6 +104,7 @@ def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path, capsys):
         ({}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
         ({}, {"beta": -0.1}, "--beta -0.1"),
         ({"rejected": None}, {}, "row 0 `rejected`"),
+        ({"prompt": None}, {}, "row 0 empty prompt"),
         ({"prompt": [{"role": "user", "content": "3 ?"}]}, {}, "row 0 chat_template"),
         ({"rejected": "3 + " * 100}, {}, "--max_length 1024 128 positions"),
     ],
