@@ -57,7 +57,7 @@ def score(prompts, completions, kind, answer, **columns):
 
 
 def train(label: str, seed: int) -> list[dict]:
-    """A line for each iteration: tokens generated so far, sampled accuracy on the rule's prompts, metrics."""
+    """A line for each iteration: tokens generated so far, right and all responses to the rule's prompts, metrics."""
     name, flags = RUNS[label]
     script = importlib.import_module(name)
     lines, now = [], {"tokens": 0}
@@ -71,7 +71,7 @@ def train(label: str, seed: int) -> list[dict]:
     def watched_log(run_dir, track, iteration, metrics, *rest, log=script.log):
         log(run_dir, track, iteration, metrics, *rest)
         rule, few = now.pop("rule"), ("rollouts", "equal_groups", "response_length")
-        lines.append({"tokens": now["tokens"], "accuracy": sum(rule) / len(rule), "rows": len(rule)})
+        lines.append({"tokens": now["tokens"], "right": sum(rule), "rows": len(rule)})
         lines[-1] |= {key: metrics[key] for key in few if key in metrics}
 
     script.score, script.log = watched_score, watched_log
@@ -90,7 +90,7 @@ def at(lines: list[dict], tokens: int) -> float:
     lines, right, rows = [line for line in lines if line["tokens"] <= tokens], 0.0, 0
     while lines and rows < 200:
         line = lines.pop()
-        right, rows = right + line["accuracy"] * line["rows"], rows + line["rows"]
+        right, rows = right + line["right"], rows + line["rows"]
     return right / rows
 
 

