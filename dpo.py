@@ -333,7 +333,8 @@ def evaluate(args, policy, tokenizer, rows):
         start = row["starts"][0]
         ids = torch.tensor([row["ids"][0][:start]], device=policy.device)
         output = policy.generate(ids, max_new_tokens=min(256, row["length"] - start), **greedy)
-        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, start:])})
+        texts = tokenizer.batch_decode(output[0].tensor_split([start]))
+        samples.append(dict(zip(("prompt", "response"), texts)))
     return metrics, samples
 
 
