@@ -20,7 +20,7 @@ PAIRS = [
     {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
 ]
 CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
-TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} = {% else %}{{ m.content }} <eos> -{% endif %}{% endfor %}"  # noqa: E501
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
 
 
 run = functools.partial(test_sft.run, rm)
