@@ -149,7 +149,7 @@ def draw_results(results: dict, name: str) -> None:
         groups[run["script"]].append([*rows.values()])
     draw(groups, ROOT / "docs" / f"{name}.png")
     for script in groups if name == Args.name else ():
-        draw({script: groups[script]}, ROOT / "docs" / "scripts" / f"{script}.png")
+        draw({script: groups[script]}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)
 
 
 def main(args: Args) -> None:

@@ -98,7 +98,7 @@ def test_dapo_generates_as_often_as_it_samples(runs, tmp_path):
 
 def test_twelve_lines_differ_for_the_color_blind_and_are_not_hidden_by_shades(tmp_path):
     groups = {f"run{i}": [[{"iteration": 1, "score": i}, {"iteration": 2, "score": i}]] for i in range(21)}
-    [axis, _] = plot.draw(groups, tmp_path / "plot.png").axes
+    [axis] = plot.draw(groups, tmp_path / "plot.png").axes
     assert len({(line.get_color(), str(line._dash_pattern)) for line in axis.lines}) == 21
     assert not axis.collections
 

@@ -78,7 +78,7 @@ def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]
     return labels
 
 
-def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration"):
+def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", columns: int = 2):
     """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
     import matplotlib
 
@@ -88,9 +88,10 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration"):
 
     found = dict.fromkeys(name for seeds in groups.values() for rows in seeds for row in rows for name in row)
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
-    height, handles = -(-len(names) // 2), {}
+    columns = min(columns, len(names))
+    height, handles = -(-len(names) // columns), {}
     size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
-    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, **size)
+    figure, axes = plt.subplots(height, columns, layout="constrained", squeeze=False, **size)
     for axis, name in zip(axes.flat, names):
         for number, (label, seeds) in enumerate(groups.items()):
             points = defaultdict(list)  # by iteration, those of each seed
