@@ -110,6 +110,8 @@ def test_what_is_no_run_gets_one_sentence(runs, tmp_path):
     assert result.stderr.count("\n") == 1 and not result.stdout
     with pytest.raises(SystemExit, match="2"):
         plot.read_run(runs / "empty")
+    result = launch(tool, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     result = launch(tool, runs / "seed1", "--tokens", "--out", tmp_path / "plot.png", check=False)
     assert (result.returncode, result.stderr) == (0, "") and (tmp_path / "plot.png").exists()
     (runs / "sft").mkdir()

@@ -120,7 +120,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", 
 
 
 def main(args: Args) -> None:
-    runs = [read_run(folder) for folder in args.runs]
+    runs = [read_run(folder) for folder in args.runs] or refuse("no run is named; give one folder or more")
     if args.tokens and not all(rows[-1]["tokens"] for _, rows in runs):
         refuse("--tokens: not all of these runs have generated; leave it out")
     draw(group_runs(runs), args.out, "tokens" if args.tokens else "iteration")
