@@ -4,7 +4,8 @@
     python benchmark/toy_seeds.py --no_run                 only draws and tabulates the committed results again
     python benchmark/toy_seeds.py --flags="--kl_coef 0"    other settings, to a file of another --name
 
-Writes results/<name>.json (every curve, with command, machine and versions), results/<name>.md and docs/<name>.png.
+Writes results/<name>.json (every curve, with command, machine and versions), results/<name>.md and docs/<name>.png,
+and without --name docs/scripts/<script>.png too.
 """
 
 import importlib.metadata
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+from plot import draw  # noqa: E402
 from sync import policy_scripts  # noqa: E402
 
 POLICY_SCRIPTS = tuple(policy_scripts())
@@ -135,35 +138,18 @@ def summary(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = {
-        "score": "sampled accuracy, training chains",
-        "response_length": "response length",
-        "kl": "KL to the start",
-    }
-    scripts = list(dict.fromkeys(run["script"] for run in results["runs"]))
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.0), constrained_layout=True)
-    for axis, (key, title) in zip(axes, panels.items()):
-        for color, script in enumerate(scripts):
-            curves = list(
-                zip(*(run[key] for run in results["runs"] if run["script"] == script))
-            )  # by iteration
-            iterations = range(1, len(curves) + 1)
-            mean = [sum(values) / len(values) for values in curves]
-            style = {"color": plt.get_cmap("tab20")(color * 2 % 20 + color // 10)}
-            axis.plot(iterations, mean, linewidth=1.3, label=script, **style)
-            axis.fill_between(iterations, list(map(min, curves)), list(map(max, curves)), alpha=0.1, **style)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("iteration")
-        axis.grid(alpha=0.25)
-    axes[0].set_ylim(0, 1.02)
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=6)
-    figure.savefig(path, dpi=130)
+def draw_results(results: dict, name: str) -> None:
+    """docs/<name>.png with all scripts; of the five seeds that the docs show, also a picture for each script."""
+    groups = defaultdict(list)
+    for run in results["runs"]:
+        rows = defaultdict(dict)
+        for key in ("score", "kl", "response_length", "entropy"):
+            for iteration, value in enumerate(run[key], 1):
+                rows[iteration] |= {"iteration": iteration, key: value}
+        groups[run["script"]].append([*rows.values()])
+    draw(groups, ROOT / "docs" / f"{name}.png")
+    for script in groups if name == Args.name else ():
+        draw({script: groups[script]}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)
 
 
 def main(args: Args) -> None:
@@ -185,7 +171,7 @@ def main(args: Args) -> None:
         results_path.write_text(f'{{"made": {json.dumps(made)},\n"runs": [\n{text}\n]}}\n')
     results = json.loads(results_path.read_text())
     results_path.with_suffix(".md").write_text(summary(results) + "\n" + table(results))
-    draw(results, ROOT / "docs" / f"{args.name}.png")
+    draw_results(results, args.name)
     print(summary(results))
 
 

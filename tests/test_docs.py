@@ -1,5 +1,6 @@
 """The documentation: its commands parse, its links lead somewhere, and the recipe for one's own data runs."""
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -20,10 +21,15 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "toy/README.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
 ]
 SCRIPTS = sorted(ROOT.glob("*.py"))
-MODULES = [*SCRIPTS, *sorted(ROOT.glob("data/*.py")), *sorted(ROOT.glob("benchmark/*.py"))]
+MODULES = [
+    *SCRIPTS,
+    *(path for folder in ("data", "benchmark", "tools") for path in sorted(ROOT.glob(f"{folder}/*.py"))),
+]
+SECTIONS = ["The idea", "Equations", "Implementation details", "Beside its sibling"]
+SECTIONS += ["Healthy, and three ways it is not", "The toy", "When to use it", "Elsewhere"]
 
 
 def text_of(path: Path) -> str:
@@ -99,6 +105,9 @@ def test_links_lead_somewhere(path):
         if target.startswith("https://"):
             continue
         file, _, anchor = target.partition("#")
+        if file == "../compare.html":  # of the site
+            assert {*anchor.split("..")} < {script.stem for script in SCRIPTS} and path.stem in anchor.split("..")
+            continue
         page = (path.parent / file).resolve() if file else path
         assert page.exists(), target
         headings = re.findall(r"^#+ (.+)", page.read_text(), re.MULTILINE) if anchor else []
@@ -162,6 +171,36 @@ def test_every_metric_is_explained(path):
         found |= set(re.findall(r'"([\w/]+)":', "".join(block)))
     assert {"grad_norm", "learning_rate"} < found
     assert found <= set(re.findall(r"`([\w/]+)`", table)), path.name
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_has_a_page(path):
+    """With all sections of the template, a picture if its curves are measured, and a link to it in README's table."""
+    page = ROOT / "docs" / "scripts" / f"{path.stem}.md"
+    [row] = [line for line in (ROOT / "README.md").read_text().splitlines() if f"[`{path.name}`]({path.name})" in line]
+    assert f"(docs/scripts/{page.name})" in row
+    text = page.read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == SECTIONS
+    sections = dict(zip(SECTIONS, re.split(r"^## .+$", text, flags=re.MULTILINE)[1:]))
+    blocks = re.findall(r"^\$\$\n(.+?)\n\$\$\n", sections["Equations"], re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 0 and text.count("$$") == 2 * len(blocks)
+    [(a, b)] = re.findall(r"\(\.\./compare\.html#(\w+)\.\.(\w+)\)", sections["Beside its sibling"])
+    assert a == path.stem and f"make diff A={a} B={b}" in " ".join(text.split())
+    assert len(re.findall(r"^- \*\*", sections["Healthy, and three ways it is not"], re.MULTILINE)) == 3
+    assert len(re.findall(r"^- \*\*(OpenRLHF|verl|TRL)\*\*", sections["Elsewhere"], re.MULTILINE)) == 3
+    results = json.loads((ROOT / "benchmark" / "results" / "toy_seeds.json").read_text())
+    has_curve, picture = path.stem in {run["script"] for run in results["runs"]}, page.with_suffix(".png")
+    assert (f"]({picture.name})" in sections["The toy"]) == picture.exists() == has_curve
+    assert not has_curve or picture.stat().st_size < 40_000
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_the_functions_that_a_page_names_are_in_its_script(path):
+    text = (ROOT / "docs" / "scripts" / f"{path.stem}.md").read_text()
+    named = re.findall(r"`(\w+)\.py:(\w+)`", text)
+    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert {script for script, _ in named} == {path.stem}
+    assert len(named) > 2 and {function for _, function in named} <= functions
 
 
 def test_make_diff_names_the_scripts():

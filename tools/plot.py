@@ -1,0 +1,131 @@
+"""Draw score, KL, response length, entropy and evaluations of runs into a PNG.
+
+    python tools/plot.py runs/a runs/b                       one line each, into plot.png
+    python tools/plot.py runs/a runs/b --tokens --out b.png  against generated tokens, into another file
+
+Runs that have all flags in common but the seed are one line: their mean, shaded from the lowest to the highest, unless
+there are more than 7 lines. Where one of the runs has ended earlier, the line goes on with the others. A line is named
+by --exp_name and the flags that differ.
+Tokens are those of the responses that --batch_size counts; in dapo.py, times the rollouts. Of sft.py, reward_model.py
+and dpo.py it draws loss, accuracy and margin. It needs matplotlib, which requirements-dev.txt names.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import tyro
+
+METRICS = "score kl response_length entropy loss accuracy margin".split()
+TITLES = {"kl": "KL to the start (nats)", "response_length": "response length", "tokens": "generated tokens"}
+FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
+STYLES = ["-", (0, (4, 1.5)), (0, (1, 1))]  # so that 21 lines can be told apart
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders."""
+    tokens: bool = False
+    """Generated tokens instead of iterations on the x axis."""
+    out: Path = Path("plot.png")
+    """The picture."""
+
+
+def read_run(folder: Path) -> tuple[dict, list[dict]]:
+    """The flags and the lines of metrics.jsonl, one for each iteration, with the tokens generated up to it."""
+    try:
+        flags = json.loads((folder / "args.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except (OSError, ValueError) as error:
+        refuse(f"{folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
+    rows, tokens = defaultdict(dict), 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # torn, where the run was killed
+        rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
+    for _, row in sorted(rows.items()):
+        if "response_length" in row:
+            tokens += row["response_length"] * flags["batch_size"] * row.get("rollouts", 1)
+        row["tokens"] = tokens
+    if not rows:
+        refuse(f"{folder} has no finished iteration yet; leave it out")
+    return flags, [row for _, row in sorted(rows.items())]
+
+
+def refuse(message: str) -> None:
+    print("error:", message, file=sys.stderr)
+    sys.exit(2)
+
+
+def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
+    """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
+    groups = defaultdict(list)
+    for flags, rows in runs:
+        groups[tuple((name, str(value)) for name, value in flags.items() if name not in FREE)].append(rows)
+    labels = {}
+    for key, group in groups.items():
+        flags = dict(key)
+        others = [dict(other) for other in groups if dict(other)["exp_name"] == flags["exp_name"]]
+        differing = [name for name in flags if any(other.get(name) != flags[name] for other in others)]
+        labels[" ".join([flags["exp_name"], *(f"{name} {flags[name]}" for name in differing)])] = group
+    return labels
+
+
+def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", columns: int = 2):
+    """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    found = dict.fromkeys(name for seeds in groups.values() for rows in seeds for row in rows for name in row)
+    names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
+    columns = min(columns, len(names))
+    height, handles = -(-len(names) // columns), {}
+    size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
+    figure, axes = plt.subplots(height, columns, layout="constrained", squeeze=False, **size)
+    for axis, name in zip(axes.flat, names):
+        for number, (label, seeds) in enumerate(groups.items()):
+            points = defaultdict(list)  # by iteration, those of each seed
+            for row in (row for rows in seeds for row in rows if name in row):
+                points[row["iteration"]].append((row[x], row[name]))
+            if points:
+                xs, ys = zip(*(zip(*points[iteration]) for iteration in sorted(points)))
+                style = {"color": COLORS[number % 7], "linestyle": STYLES[number // 7 % 3], "lw": 1.3}
+                xs, style["marker"] = [*map(mean, xs)], "." if len(xs) < 10 else ""
+                (handles[label],) = axis.plot(xs, [*map(mean, ys)], **style)
+                if len(groups) <= len(COLORS):  # more shades than that would hide the lines
+                    shade = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+                    axis.fill_between(xs, [*map(min, ys)], [*map(max, ys)], **shade)
+        axis.set_title(TITLES.get(name, name), fontsize=10)
+        axis.grid(alpha=0.25)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    figure.supxlabel(TITLES.get(x, x), fontsize=10)
+    options = {"frameon": False, "loc": "outside upper center", "ncols": 4, "fontsize": 9}
+    figure.legend([*handles.values()], [*handles], **options)
+    figure.canvas.draw()
+    picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
+    picture.convert("RGB").quantize(256).save(path, "PNG", optimize=True)  # a third of the bytes
+    plt.close(figure)
+    return figure
+
+
+def main(args: Args) -> None:
+    runs = [read_run(folder) for folder in args.runs] or refuse("no run is named; give one folder or more")
+    if args.tokens and not all(rows[-1]["tokens"] for _, rows in runs):
+        refuse("--tokens: not all of these runs have generated; leave it out")
+    draw(group_runs(runs), args.out, "tokens" if args.tokens else "iteration")
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))
