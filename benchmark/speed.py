@@ -1,12 +1,15 @@
 """Seconds per iteration and peak memory: our grpo.py and rloo.py, TRL's GRPOTrainer and RLOOTrainer, the bare calls.
 
     python benchmark/speed.py                              the toy and the long tail, on CPU
-    python benchmark/speed.py --works gpu --name speed_gpu                                 on a GPU
+    python benchmark/speed.py --works real real_bf16 --name speed_real                     a real model, on CPU
+    python benchmark/speed.py --works gpu gpu_real --name speed_gpu                                    on a GPU
     python benchmark/speed.py --works ranks --name speed_ranks       one rank and two, with one core each
 
-Works, all with random or the toy's weights and a learning rate too small to change lengths:
+Works, all with a learning rate too small to change lengths; the weights are random, but for the toy and the real model:
     toy     toy/policy and its prompts, 16 prompts x 8 responses of at most 40 tokens
     tail    a Llama of 10 M parameters, 8 prompts x 8, lengths geometric: mean about 40, longest about 200
+    real    SmolLM2-135M and lists of words to reverse (data/smollm2.py, data/reasoning.py), 8 prompts x 8 responses of
+            at most 16 tokens, in float32; real_bf16 the same in bfloat16; gpu_real 64 prompts x 8, bfloat16, on a GPU
     gpu     random weights of Qwen2.5-0.5B's shape, bfloat16, 64 prompts x 8 responses, all of 512 tokens
     ranks   tail, with 16 prompts; ours alone: on one core, and under torchrun as two ranks with one core each
 
@@ -35,6 +38,9 @@ WORKS = {
     "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
     "tail": {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
     "ranks": {"batch_size": 128, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
+    "real": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 4},
+    "real_bf16": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 4},
+    "gpu_real": {"batch_size": 512, "micro_batch_size": 64, "max_response_length": 16, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
 SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
@@ -43,7 +49,7 @@ SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
 @dataclass
 class Args:
     works: tuple[str, ...] = ("toy", "tail")
-    """Which of toy, tail, gpu, ranks."""
+    """Which of toy, tail, ranks, real, real_bf16, gpu, gpu_real."""
     scripts: tuple[str, ...] = ("grpo", "rloo")
     """Which scripts."""
     systems: tuple[str, ...] = ("ours", "bare", "trl")
@@ -124,7 +130,11 @@ def make_gpu(folder: Path) -> None:
 def work_of(name: str, script: str, folder: Path) -> dict:
     """Everything that a run needs to know, as JSON."""
     model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
-    if name != "toy":
+    if "real" in name:
+        model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
+        if not (model.exists() and dataset.exists()):
+            sys.exit("error: no data/smollm2 or no data/reversal; run make real")
+    elif name != "toy":
         model, dataset = folder / name / "model", folder / name / "prompts.jsonl"
         if not model.exists():
             model.parent.mkdir()
@@ -137,8 +147,8 @@ def work_of(name: str, script: str, folder: Path) -> dict:
         "k": 8,
         "steps": 2 if script == "grpo" else 1,  # RLOO takes one optimizer step per rollout
         "learning_rate": 1e-9,
-        "device": "cuda" if name == "gpu" else "cpu",
-        "dtype": "bfloat16" if name == "gpu" else "float32",
+        "device": "cuda" if name.startswith("gpu") else "cpu",
+        "dtype": "bfloat16" if name in ("gpu", "gpu_real", "real_bf16") else "float32",
     }
 
 
@@ -181,7 +191,9 @@ def run(system: str, work: dict) -> dict:
                     f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}"
                 )
     if system == "bare":
-        return {"seconds": [x["bare"] for x in lines[1:]], "with_script": [x["seconds"] for x in lines[1:]]}
+        phases = {name: [x["phases"][name] for x in lines[1:]] for name in lines[0]["phases"]}
+        pair = {"seconds": [x["bare"] for x in lines[1:]], "with_script": [x["seconds"] for x in lines[1:]]}
+        return pair | {"phases": phases}
     return {
         "seconds": [b["time"] - a["time"] for a, b in itertools.pairwise(lines)],
         "lengths": [line["length"] for line in lines[1:]],
@@ -196,7 +208,9 @@ def summary(runs: list[dict], batch_size: int) -> dict:
     result = {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds)}
     if "with_script" in runs[0]:  # iteration by iteration, since these two have the same shapes
         ratios = [b / a for run in runs for a, b in zip(run["seconds"], run["with_script"], strict=True)]
-        return result | {"ratio": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
+        result |= {"ratio": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
+        phases = {name: statistics.mean(runs[-1]["phases"][name]) for name in runs[-1].get("phases", {})}
+        return result | {"phases": phases}
     return result | {
         "tokens_per_second": statistics.median(
             batch_size * sum(x["lengths"]) / sum(x["seconds"]) for x in runs
@@ -230,6 +244,10 @@ def table(results: dict) -> str:
             ratios.append(
                 f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations"
             )
+            if s["phases"]:
+                total = sum(s["phases"].values())
+                parts = ", ".join(f"{name} {x / total:.2f}" for name, x in s["phases"].items())
+                ratios.append(f"{work}, {script}: shares of the bare calls: {parts}")
         elif system == "trl" and ours:
             faster = ours["tokens_per_second"] / s["tokens_per_second"]
             memory = ours["peak_gib"] / s["peak_gib"]

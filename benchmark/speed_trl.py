@@ -20,7 +20,7 @@ use_cuda = torch.cuda.is_available() and work["device"] == "cuda"
 
 def exact_answer(completions, answer, **columns):
     return [
-        1.0 if re.search(rf"answer\s+{re.escape(str(a))}\s*$", c) else 0.0
+        1.0 if re.search(rf"(answer\s+)?{re.escape(str(a))}\s*$", str(c)) else 0.0
         for c, a in zip(completions, answer)
     ]
 
