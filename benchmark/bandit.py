@@ -1,6 +1,6 @@
 """Bias and variance of every estimator's gradient on a bandit whose true gradient is known.
 
-    python benchmark/bandit.py            about three minutes on two cores
+    python benchmark/bandit.py            about six minutes on one core
     python benchmark/bandit.py --no_run   only draws and tabulates the committed results again
 
 Every prompt has its own softmax over actions, an action is a response of one token, and the gradient of the expected
@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 import tyro
+from toy_seeds import POLICY_SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-NAMES = ["reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
-SCRIPTS = {name: importlib.import_module(name) for name in NAMES}
+SCRIPTS = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
+DRAWN = ["reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]  # the table has all
 PROMPTS, ACTIONS = 16, 8
 SETTINGS = {
     "alike": "prompts alike: scores of all actions of all prompts from N(0, 1)",
@@ -67,7 +68,8 @@ def make_bandit(setting: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(name: str, logits: torch.Tensor, scores: torch.Tensor, k: int, size: int, args: Args) -> dict:
     """Cosine, norm ratio and noise-to-signal of one estimator, with size responses a batch, k of them a prompt."""
     script = SCRIPTS[name]
-    flags = script.Args(kl_coef=0.0, samples_per_prompt=k)
+    flags = script.Args(samples_per_prompt=k)
+    flags.kl_coef = 0.0
     probs = logits.softmax(1)
     values = (probs * scores).sum(1)  # (PROMPTS,) expected scores: a perfect critic
     truth = probs * (scores - values[:, None]) / PROMPTS
@@ -106,7 +108,7 @@ def measure(name: str, logits: torch.Tensor, scores: torch.Tensor, k: int, size:
 def cells():
     """Name, setting, k and batch size of every cell: against k at 128 responses, against the size at k = 4."""
     for setting in SETTINGS:
-        for name in NAMES:
+        for name in SCRIPTS:
             sizes = [(k, 128) for k in (2, 4, 8, 16)] + [(4, size) for size in (4, 16, 64, 512)]
             for k, size in sizes:
                 yield setting, name, k, size
@@ -120,13 +122,13 @@ def table(results: dict) -> str:
             "",
         ]
         lines += ["| | k = 2 | k = 4 | k = 8 | k = 16 |", "|---|---|---|---|---|"]
-        for name in NAMES:
+        for name in SCRIPTS:
             row = [results["cells"][f"{setting} {name} {k} 128"] for k in (2, 4, 8, 16)]
             shown = " | ".join(f"{c['cosine']:.3f} / {c['norm']:.2f} / {c['noise']:.2f}" for c in row)
             lines.append(f"| `{name}` | {shown} |")
         lines += ["", "k = 4; cosine / norm ratio / noise-to-signal", ""]
         lines += ["| | 4 responses | 16 | 64 | 512 |", "|---|---|---|---|---|"]
-        for name in NAMES:
+        for name in SCRIPTS:
             row = [results["cells"][f"{setting} {name} 4 {size}"] for size in (4, 16, 64, 512)]
             shown = " | ".join(f"{c['cosine']:.3f} / {c['norm']:.2f} / {c['noise']:.2f}" for c in row)
             lines.append(f"| `{name}` | {shown} |")
@@ -176,7 +178,7 @@ def draw(results: dict, path: Path) -> None:
     for column, setting in enumerate(SETTINGS):
         for axis, (key, points) in zip(axes[:, column], rows):
             xs = [k if points is by_k else size for k, size in points]
-            for name in NAMES:
+            for name in DRAWN:
                 ys = [results["cells"][f"{setting} {name} {k} {size}"][key] for k, size in points]
                 axis.plot(xs, ys, marker="o", markersize=4, linewidth=1.3, label=name)
             axis.set_xscale("log", base=2)

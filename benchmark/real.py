@@ -16,11 +16,13 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,8 @@ from toy_seeds import POLICY_SCRIPTS, processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "data"))
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "tools")]
+from plot import draw  # noqa: E402
 from reasoning import QUESTIONS  # noqa: E402
 
 RESULTS = ROOT / "benchmark" / "results" / "real.json"
@@ -55,7 +58,7 @@ class Args:
     extra: tuple[str, ...] = ("",)
     """Further flags, as name=value,name=value; a run for each text."""
     run: bool = True
-    """Train; without it the results that lie there are tabulated again."""
+    """Train; without it the results that lie there are tabulated and drawn again."""
 
 
 def command_of(run_dir: str, script: str, seed: int, task: str = "reversal", extra: str = "") -> list[str]:
@@ -138,24 +141,76 @@ def measure(cell: tuple[str, int, str, str]) -> dict:
     return run | {"evaluations": evaluations, "samples": samples}
 
 
-def table(results: dict) -> str:
-    groups = [key for key in results["runs"][0]["evaluations"][0] if key.startswith("eval/score/")]
+def rows_of(results: dict, task: str, among=lambda extra: True) -> list[dict]:
+    runs = [run for run in results["runs"] if run["task"] == task and among(run["extra"])]
+    return sorted(runs, key=lambda run: (run["script"], run["extra"], run["seed"]))
+
+
+def table(runs: list[dict]) -> list[str]:
+    groups = [key for key in runs[0]["evaluations"][0] if key.startswith("eval/score/")]
     names = " | ".join(key.removeprefix("eval/score/") for key in groups)
-    lines = [f"| script | seed | sampled, first and last 3 iterations | {names} | KL | tokens | minutes |"]
+    lines = [
+        f"| script, further flags | seed | sampled, first and last 3 | {names} | KL, last 3 | tokens | minutes |"
+    ]
     lines.append("|---|---|---|" + "---|" * (len(groups) + 3))
-    for run in sorted(results["runs"], key=lambda run: (run["script"], run["seed"])):
-        first, last = (sum(part) / 3 for part in (run["score"][:3], run["score"][-3:]))
+    for run in runs:
+        first, last = (statistics.mean(part) for part in (run["score"][:3], run["score"][-3:]))
         before, *_, after = run["evaluations"]
         cells = " | ".join(f"{before[key]:.2f} → {after[key]:.2f}" for key in groups)
-        kl = f"{run['kl'][-1]:.2f}" if run["kl"] else ""
+        kl = f"{statistics.mean(run['kl'][-3:]):.2f}" if run["kl"] else ""
         cells += f" | {kl} | {run['tokens']:.0f} | {run['seconds'] / 60:.1f}"
-        lines.append(f"| `{run['script']}.py` | {run['seed']} | {first:.2f} → {last:.2f} | {cells} |")
+        flags = run["extra"].replace(",", " ")
+        lines.append(f"| `{run['script']}.py` {flags} | {run['seed']} | {first:.2f} → {last:.2f} | {cells} |")
+    return lines
+
+
+def report(results: dict) -> str:
+    """Three tables, and what became of the plain questions."""
+    lines = [
+        "## All scripts, reversal",
+        "",
+        *table(rows_of(results, "reversal", lambda x: x == "dtype=bfloat16")),
+    ]
+    others = rows_of(results, "reversal", lambda x: x != "dtype=bfloat16")
+    if others:
+        lines += ["", "## Reversal with other flags", "", *table(others)]
+    if rows_of(results, "largest"):
+        lines += ["", "## The largest of some numbers", "", *table(rows_of(results, "largest"))]
+        for run in rows_of(results, "largest"):
+            scores = " ".join(f"{score:.2f}" for score in run["score"])
+            lines.append(f"\n`{run['script']}.py` {run['extra'].replace(',', ' ')}: score {scores}")
     lines += [
         "",
-        f"Greedy on 32 held-out prompts each, before and after; flags: `{' '.join(FLAGS.split())}`.",
+        "## Plain questions after the run",
+        "",
+        "| script, further flags | answers that differ |",
+        "|---|---|",
     ]
-    lines += [f"{results['machine']}."]
+    for run in rows_of(results, "reversal"):
+        answers = zip(QUESTIONS.items(), run.get("answers") or [])
+        wrong = [f"{question} {said!r}" for (question, right), said in answers if right not in said]
+        if run.get("answers"):
+            lines.append(
+                f"| `{run['script']}.py` {run['extra'].replace(',', ' ')} | {'; '.join(wrong) or 'none'} |"
+            )
+    lines += [
+        "",
+        "Held-out scores are greedy, 32 prompts of each level and 10 plain questions, before and after. Flags of",
+    ]
+    lines += [
+        f"all runs, behind which the further ones stand: `{' '.join(FLAGS.split())}`.",
+        f"{results['machine']}.",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def draw_results(results: dict) -> None:
+    groups = defaultdict(list)
+    for run in rows_of(results, "reversal", lambda x: x == "dtype=bfloat16"):
+        columns = {name: run[name] for name in ("score", "kl", "entropy") if run[name]}
+        rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+        groups[run["script"]].append([{"iteration": i} | row for i, row in enumerate(rows, 1)])
+    draw(groups, ROOT / "docs" / "real.png", columns=3)
 
 
 def main(args: Args) -> None:
@@ -181,8 +236,9 @@ def main(args: Args) -> None:
                 f"{run['seconds']:.0f} s",
                 flush=True,
             )
-    RESULTS.with_suffix(".md").write_text(table(results))
-    print(table(results))
+    RESULTS.with_suffix(".md").write_text(report(results))
+    draw_results(results)
+    print(report(results))
 
 
 if __name__ == "__main__":

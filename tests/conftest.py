@@ -55,7 +55,9 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subprocess.CompletedProcess:
+def launch(
+    *command: str, ranks: int = 1, check: bool = True, timeout: int = 300, **options
+) -> subprocess.CompletedProcess:
     """Run a script as a user does, under python or torchrun, and return its output."""
     start = [sys.executable]
     if ranks > 1:
@@ -63,7 +65,7 @@ def launch(*command: str, ranks: int = 1, check: bool = True, **options) -> subp
     command, pipe = [*start, *map(str, command)], subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
     try:
-        output = process.communicate(timeout=300)
+        output = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # a kill would leave the ranks that torchrun started
         output = process.communicate()

@@ -22,7 +22,7 @@ import reasoning
 
 MODEL = ROOT / "data" / "smollm2"
 CPU = torch.device("cpu")
-ENV = os.environ | {"OMP_NUM_THREADS": "2"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 ARGS = rloo.Args(model=str(MODEL), max_response_length=16)
 
 
@@ -49,7 +49,7 @@ def flags(data):
 def result(flags, tmp_path_factory):
     """The folder of a run of three iterations."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    assert launch(ROOT / "rloo.py", *flags, "--run_dir", folder, env=ENV).stderr == ""
+    assert launch(ROOT / "rloo.py", *flags, "--run_dir", folder, env=ENV, timeout=900).stderr == ""
     return folder
 
 
@@ -67,7 +67,7 @@ def greedy(model, tokenizer, rows) -> list[str]:
 def test_a_killed_run_goes_on_to_the_last_bit(flags, result, tmp_path):
     killed = soak.start("rloo", 1, tmp_path / "killed", *flags, kill="torn checkpoint:2")
     assert soak.end(killed, tmp_path / "killed") == -signal.SIGKILL
-    launch(ROOT / "rloo.py", *flags, "--run_dir", tmp_path / "killed", env=ENV)
+    launch(ROOT / "rloo.py", *flags, "--run_dir", tmp_path / "killed", env=ENV, timeout=900)
     assert soak.differences(result, tmp_path / "killed") == []
 
 
