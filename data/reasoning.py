@@ -122,9 +122,8 @@ def make_rows(args: Args) -> dict[str, list[dict]]:
     rows, seen, head = {"train": [], "test": []}, set(), None
     for level in dict.fromkeys([*train, *test]):
         wanted = ["train"] * (args.size * (level in train)) + ["test"] * (args.held_out * (level in test))
-        for question, answer, entry in itertools.islice(
-            items(args.task, level, args.seed), 20 * len(wanted) + 100
-        ):
+        stream = items(args.task, level, args.seed)
+        for question, answer, entry in itertools.islice(stream, 20 * len(wanted) + 100):
             if not wanted:
                 break
             if question in seen:
@@ -139,9 +138,7 @@ def make_rows(args: Args) -> dict[str, list[dict]]:
             row = {"prompt": [*head, {"role": "user", "content": question}], "answer": answer, "entry": entry}
             rows[wanted.pop()].append(row | {"group": level or args.task, "task": args.task})
         if "test" in wanted:
-            sys.exit(
-                f"error: --task {args.task} has too few different prompts at {level!r}; lower --held_out"
-            )
+            sys.exit(f"error: --held_out {args.held_out}: too many for {args.task} {level}; lower it")
     for question, answer in QUESTIONS.items():
         row = {"prompt": [{"role": "user", "content": question}], "answer": answer, "entry": ""}
         rows["test"].append(row | {"group": "plain questions", "task": "plain questions"})
@@ -201,4 +198,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))
