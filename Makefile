@@ -20,7 +20,7 @@ docs: .venv/installed-docs node_modules/.package-lock.json
 	.venv/bin/python tools/site.py
 
 test-docs: docs .venv/installed-test-docs
-	.venv/bin/python -m pytest tests_docs
+	.venv/bin/python -m pytest -o addopts= -q -rP tests_docs
 
 # make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
 sync:

@@ -1,4 +1,4 @@
-"""The README's pictures of the page Compare, from the site that is built: python tests_docs/screenshots.py."""
+"""The README's pictures of the page Compare, after make test-docs: python tests_docs/screenshots.py."""
 
 from playwright.sync_api import sync_playwright
 from test_site import FLAGS, ROOT, SITE, browser_path

@@ -139,7 +139,7 @@ def render_math() -> None:
         ["node", "web/math.mjs"], cwd=ROOT, input=json.dumps(formulas), capture_output=True, text=True
     )
     if result.returncode:
-        sys.exit(next(line for line in result.stderr.splitlines() if "ParseError" in line))
+        sys.exit(next(line for line in result.stderr.splitlines() if line.startswith("ParseError")))
     rendered = iter(json.loads(result.stdout))
     for path, text in pages.items():
         path.write_text(MATH.sub(lambda match: next(rendered), text))
@@ -154,10 +154,9 @@ def write_data(names: list[str], differences: dict[str, list]) -> None:
         title, _, text = docstring.partition("\n")
         equations, page = f"<pre>{html.escape(text.strip())}</pre>", WORK / "html" / f"scripts/{name}.html"
         if page.exists():
-            [section] = re.findall(
-                r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', page.read_text(), re.DOTALL
-            )
-            equations = section
+            section = r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)'
+            match = re.search(section, page.read_text(), re.DOTALL)
+            equations = match[1] if match else sys.exit(f"docs/scripts/{name}.md has no section ## Equations")
         link = f"scripts/{name}.html" if page.exists() else f"{name}.py.html"
         scripts[name] = {"source": source, "title": title, "link": link, "equations": equations}
     data = f"const SCRIPTS = {json.dumps(scripts)};\nconst HUNKS = {json.dumps(differences)};\n"

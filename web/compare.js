@@ -1,4 +1,4 @@
-// The page Compare: two scripts side by side, in one column on a narrow screen. SCRIPTS, HUNKS are in data.js.
+// The page Compare: two scripts side by side, or in one column. SCRIPTS and HUNKS come from data.js.
 import { python } from "@codemirror/lang-python";
 import { forceParsing, syntaxHighlighting } from "@codemirror/language";
 import { Chunk, getChunks, MergeView, presentableDiff, unifiedMergeView } from "@codemirror/merge";
@@ -87,13 +87,15 @@ function label() {
   $("at").textContent = at >= 0 ? `${at + 1} of ${all}` : all == 1 ? "1 change" : `${all} changes`;
 }
 
-/** Mark the lines of a change on one side, "A" or "B". */
+/** Mark the lines of a change on one side, "A" or "B"; where it has none there, the line behind the gap. */
 function mark(view, chunk, side) {
   const [from, to, end] = [chunk[`from${side}`], chunk[`to${side}`], chunk[`end${side}`]];
   const { doc } = view.state;
   const lines = [];
   for (let pos = from; pos < to; pos = doc.lineAt(Math.min(pos, end)).to + 1)
     lines.push(Decoration.line({ class: "here" }).range(pos));
+  const behind = doc.lineAt(Math.min(from, doc.length)).from;
+  if (from == to) lines.push(Decoration.line({ class: "here gap" }).range(behind));
   view.dispatch({ effects: here.reconfigure(EditorView.decorations.of(Decoration.set(lines))) });
 }
 
@@ -103,7 +105,7 @@ function settle(distance, times = 4) {
   if (times) requestAnimationFrame(() => settle(distance, times - 1));
 }
 
-/** Go to the next change (1) or the one before (-1), seen from the last one, or from where one has scrolled. */
+/** Go to the next change (1) or the one before (-1), from the last one or from where one has scrolled to. */
 function move(step) {
   const [all, view] = [chunks(), views.at(-1)];
   if (!all.length) return;
