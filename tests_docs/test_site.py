@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "site"
@@ -66,9 +66,10 @@ def diff(a, b):
     return tuple([line[2:] for line in lines if line[:2] == mark] for mark in ("< ", "> "))
 
 
-def texts(page, selector):
-    """Whole lines. CodeMirror draws what is in sight: the page must be tall."""
-    return page.locator(selector).evaluate_all("lines => lines.map(line => line.textContent)")
+def assert_lines(page, selector, lines):
+    """Whole lines. CodeMirror draws what is in sight, and on the next frame: the page must be tall."""
+    expect(page.locator(selector)).to_have_count(len(lines), timeout=10_000)
+    assert page.locator(selector).evaluate_all("all => all.map(line => line.textContent)") == lines
 
 
 @pytest.mark.parametrize("a, b", PAIRS)
@@ -79,13 +80,13 @@ def test_two_scripts_show_exactly_the_lines_of_diff(visit, a, b):
     page.select_option("#b", b)
     page.wait_for_selector(".cm-merge-b .cm-line")
     gone, new = diff(a, b)
-    assert texts(page, ".cm-merge-a .cm-changedLine") == gone
-    assert texts(page, ".cm-merge-b .cm-changedLine") == new
+    assert_lines(page, ".cm-merge-a .cm-changedLine", gone)
+    assert_lines(page, ".cm-merge-b .cm-changedLine", new)
     assert page.inner_text("#count") == f"{len(gone + new)} lines differ"
     assert page.locator(".cm-merge-a .cm-collapsedLines").count() >= 2
     page.keyboard.press("o")
     for side, name in (("a", a), ("b", b)):
-        assert texts(page, f".cm-merge-{side} .cm-line") == (ROOT / f"{name}.py").read_text().splitlines()
+        assert_lines(page, f".cm-merge-{side} .cm-line", (ROOT / f"{name}.py").read_text().splitlines())
     assert page.locator(".cm-collapsedLines").count() == 0
 
 
@@ -94,8 +95,8 @@ def test_a_narrow_screen_has_one_column_with_the_same_lines(visit, a, b):
     page = visit(f"compare.html#{a}..{b}", {"width": 899, "height": 30000})
     gone, new = diff(a, b)
     assert page.locator(".cm-editor").count() == 1
-    assert texts(page, "div.cm-deletedLine") == gone
-    assert texts(page, ".cm-changedLine") == new
+    assert_lines(page, "div.cm-deletedLine", gone)
+    assert_lines(page, ".cm-changedLine", new)
     page.set_viewport_size({"width": 900, "height": 900})
     page.wait_for_function("document.querySelectorAll('.cm-editor').length == 2")
 

@@ -16,7 +16,7 @@ let open = false;
 
 /** The text that differs inside a hunk; none where most does, since the colour of the lines says so. */
 function changesInside(a, b) {
-  const changes = presentableDiff(a, b, { scanLimit: 1000 });
+  const changes = presentableDiff(a, b, { scanLimit: 500 });
   const changed = changes.reduce((sum, c) => sum + c.toA - c.fromA + c.toB - c.fromB, 0);
   return changed < 0.6 * (a.length + b.length) ? changes : [];
 }
@@ -75,7 +75,7 @@ function draw(a, b) {
     merge = new MergeView({ parent: $("diff"), ...sides, ...options });
     views = [merge.a, merge.b];
   }
-  views.forEach((view) => forceParsing(view, view.state.doc.length, 500));
+  views.forEach((view) => forceParsing(view, view.viewport.to, 200));
   at = -1;
   label();
 }
