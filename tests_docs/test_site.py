@@ -86,7 +86,10 @@ def test_two_scripts_show_exactly_the_lines_of_diff(visit, a, b):
     assert page.locator(".cm-merge-a .cm-collapsedLines").count() >= 2
     page.keyboard.press("o")
     for side, name in (("a", a), ("b", b)):
-        assert_lines(page, f".cm-merge-{side} .cm-line", (ROOT / f"{name}.py").read_text().splitlines())
+        source = (ROOT / f"{name}.py").read_text().splitlines()
+        assert_lines(page, f".cm-merge-{side} .cm-line", source)
+        functions = page.locator(f".cm-merge-{side} .cm-line:has(.tok-keyword)", has_text=re.compile("^def "))
+        expect(functions).to_have_count(sum(line.startswith("def ") for line in source), timeout=10_000)
     assert page.locator(".cm-collapsedLines").count() == 0
 
 

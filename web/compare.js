@@ -75,7 +75,8 @@ function draw(a, b) {
     merge = new MergeView({ parent: $("diff"), ...sides, ...options });
     views = [merge.a, merge.b];
   }
-  views.forEach((view) => forceParsing(view, view.viewport.to, 200));
+  const drawn = views;
+  setTimeout(() => drawn.forEach((view) => forceParsing(view, view.state.doc.length, 2000))); // colours
   at = -1;
   label();
 }
