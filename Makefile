@@ -20,6 +20,13 @@ test-real: .venv/installed-test-real
 	.venv/bin/python data/smollm2.py
 	.venv/bin/python -m pytest -p no:xdist -o addopts= tests_real
 
+# make docs: build the site with what npm and pip install; open site/index.html. make test-docs: build it and drive it.
+docs: .venv/installed-docs node_modules/.package-lock.json
+	.venv/bin/python tools/site.py
+
+test-docs: docs .venv/installed-test-docs
+	.venv/bin/python -m pytest -o addopts= -q -rP tests_docs
+
 # make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
 sync:
 	$(PYTHON) tools/sync.py
@@ -47,4 +54,18 @@ diff:
 	.venv/bin/pip install --quiet -r requirements-test-real.txt
 	touch $@
 
-.PHONY: demo test real test-real sync diff
+.venv/installed-docs: requirements-docs.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r requirements-docs.txt
+	touch $@
+
+.venv/installed-test-docs: requirements-test-docs.txt .venv/installed-docs
+	.venv/bin/pip install --quiet -r requirements-test-docs.txt
+	touch $@
+
+node_modules/.package-lock.json: package-lock.json
+	@command -v npm > /dev/null || { echo "make docs needs npm: install Node.js 20 or later"; exit 1; }
+	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
+
+.PHONY: demo test real test-real docs test-docs sync diff
