@@ -119,6 +119,7 @@ def test_flags_and_targets_that_a_page_names_exist(path):
     names = [module.stem for module in MODULES if "class Args" in module.read_text()]
     known = set().union(*(flags_of(importlib.import_module(name)) for name in names))
     known |= set("help max-restarts nproc-per-node nnodes rdzv-backend rdzv-endpoint rdzv-id check".split())
+    known |= {"algo", "actor", "critic"}  # of OpenRLHF
     parts = re.findall(r"(?<!`)`([^`]+)`(?!`)|^ {4,}(.+)", path.read_text(), re.MULTILINE)
     code = " ".join(inline or block for inline, block in parts)
     flags = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--(\w[\w-]*)", code)}
