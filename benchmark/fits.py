@@ -109,7 +109,7 @@ def measure():
     """Peak RSS in GiB of grpo.py on the toy, which is all but the model, and on the real model."""
     toy, real = (
         "--num_iterations 2 --eval_every 0",
-        f"{' '.join(FLAGS.split())} --num_iterations 2 --eval_every 0",
+        f"{' '.join(FLAGS.format(task='reversal').split())} --num_iterations 2 --eval_every 0",
     )
     # By default glibc keeps what is freed, 0.6 GiB of it here, so that the peak would be that of its heap.
     results, environment = {}, os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -38,8 +38,8 @@ WORKS = {
     "toy": {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "iterations": 16},
     "tail": {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
     "ranks": {"batch_size": 128, "micro_batch_size": 8, "max_response_length": 256, "iterations": 5},
-    "real": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 4},
-    "real_bf16": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 4},
+    "real": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 3},
+    "real_bf16": {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "iterations": 3},
     "gpu_real": {"batch_size": 512, "micro_batch_size": 64, "max_response_length": 16, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
