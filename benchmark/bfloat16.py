@@ -44,7 +44,7 @@ def steps(weights: list[torch.Tensor], rate: float = 1e-5) -> dict:
 def run(model: Path, dtype: str) -> list[float]:
     """The KL of four iterations."""
     with tempfile.TemporaryDirectory() as folder:
-        extra = f"model={model},dtype={dtype},num_iterations=4,eval_every=0"
+        extra = f"model={model},dtype={dtype},kl_coef=0.001,num_iterations=4,eval_every=0"
         command = command_of(f"{folder}/run", "rloo", 1, extra=extra)
         subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open()]

@@ -2,7 +2,7 @@
 
     python benchmark/real.py --demo                              rloo.py once, with what it prints; no result file
     python benchmark/real.py --scripts grpo rloo --seeds 1 2     adds runs to results/real.json, and tabulates
-    python benchmark/real.py --scripts rloo --extra kl_coef=0.1 kl_coef=0.3         with other flags: a second table
+    python benchmark/real.py --scripts rloo --extra kl_coef=0.1 kl_coef=0.3        with other flags, a run for each
     python benchmark/real.py --no-run                            only tabulates and draws the committed results again
 
 Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
@@ -38,9 +38,11 @@ from reasoning import QUESTIONS  # noqa: E402
 RESULTS = ROOT / "benchmark" / "results" / "real.json"
 FLAGS = """--model data/smollm2 --dataset data/{task}/train.jsonl --eval_dataset data/{task}/test.jsonl
 --reward data/reasoning.py:score --batch_size 32 --samples_per_prompt 8 --max_response_length 16
---micro_batch_size 16 --num_minibatches 1 --learning_rate 1e-5 --warmup_iterations 2 --kl_coef 0.001
+--micro_batch_size 16 --num_minibatches 1 --learning_rate 1e-5 --warmup_iterations 2
 --num_iterations 20 --eval_every 1000 --log_every 5 --save_every 0"""
 
+SETTING = "dtype=bfloat16,kl_coef=0.001"  # of the table of all scripts
+KEEPING = "kl_coef=0.3"  # of `make real`: with it the model remembers what it was not trained on
 KEY = "script", "seed", "task", "extra"
 LOADING = threading.Lock()  # from_pretrained in two threads at a time leaves tied weights random
 
@@ -55,20 +57,24 @@ class Args:
     """Which scripts, by name."""
     seeds: tuple[int, ...] = (1,)
     """Which seeds."""
-    extra: tuple[str, ...] = ("",)
+    extra: tuple[str, ...] = (SETTING,)
     """Further flags, as name=value,name=value; a run for each text."""
     run: bool = True
     """Train; without it the results that lie there are tabulated and drawn again."""
 
 
-def command_of(run_dir: str, script: str, seed: int, task: str = "reversal", extra: str = "") -> list[str]:
+def command_of(
+    run_dir: str, script: str, seed: int, task: str = "reversal", extra: str = KEEPING
+) -> list[str]:
     """The command line, without flags that the script does not have."""
     words, source = FLAGS.format(task=task).split(), (ROOT / f"{script}.py").read_text()
-    pairs = [pair for pair in zip(words[::2], words[1::2]) if f"\n    {pair[0][2:]}: ClassVar" not in source]
+    flags = dict(zip(words[::2], words[1::2]))
+    flags |= {"--" + name: value for name, value in (pair.split("=") for pair in extra.split(",") if pair)}
     if re.search(r"samples_per_prompt: int = 1\b", source):  # may have more than one, and is not meant to
-        pairs.remove(("--samples_per_prompt", "8"))
-    others = ["--" + flag for flag in extra.split(",") if flag]  # of the same flag the last counts
-    return ["python", f"{script}.py", *sum(pairs, ()), "--seed", str(seed), "--run_dir", run_dir, *others]
+        del flags["--samples_per_prompt"]
+    flags |= {"--seed": str(seed), "--run_dir": run_dir}
+    pairs = [pair for pair in flags.items() if f"\n    {pair[0][2:]}: ClassVar" not in source]
+    return ["python", f"{script}.py", *sum(pairs, ())]
 
 
 def train(command: list[str], **options) -> float:
@@ -134,7 +140,7 @@ def measure(cell: tuple[str, int, str, str]) -> dict:
         lines, evaluations, samples = read(Path(folder, "run"))
         answers = ask(f"{folder}/run/model")
     run = dict(zip(KEY, cell)) | {"seconds": round(seconds, 1)}
-    size = float(re.findall(r"--batch_size[ =](\d+)", " ".join(command))[-1])
+    size = float(command[command.index("--batch_size") + 1])
     run["tokens"] = sum(size * line["response_length"] * line.get("rollouts", 1) for line in lines)
     run["answers"] = answers
     run |= {name: [line[name] for line in lines if name in line] for name in ("score", "kl", "entropy")}
@@ -169,9 +175,9 @@ def report(results: dict) -> str:
     lines = [
         "## All scripts, reversal",
         "",
-        *table(rows_of(results, "reversal", lambda x: x == "dtype=bfloat16")),
+        *table(rows_of(results, "reversal", lambda x: x == SETTING)),
     ]
-    others = rows_of(results, "reversal", lambda x: x != "dtype=bfloat16")
+    others = rows_of(results, "reversal", lambda x: x != SETTING)
     if others:
         lines += ["", "## Reversal with other flags", "", *table(others)]
     if rows_of(results, "largest"):
@@ -206,7 +212,7 @@ def report(results: dict) -> str:
 
 def draw_results(results: dict) -> None:
     groups = defaultdict(list)
-    for run in rows_of(results, "reversal", lambda x: x == "dtype=bfloat16"):
+    for run in rows_of(results, "reversal", lambda x: x == SETTING):
         columns = {name: run[name] for name in ("score", "kl", "entropy") if run[name]}
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
         groups[run["script"]].append([{"iteration": i} | row for i, row in enumerate(rows, 1)])

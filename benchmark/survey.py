@@ -1,6 +1,6 @@
 """What a model of 135 M parameters can do before any training: pass@1 and pass@8 of tasks of data/reasoning.py.
 
-    python benchmark/survey.py                      writes results/survey.json and survey.md, 15 minutes
+    python benchmark/survey.py                      writes results/survey.json and survey.md, 10 minutes
     python benchmark/survey.py --tasks sum largest  these only; the others in the file stay
 
 Reinforcement has something to work with where some of k responses are right and some are not: pass@8 well above 0, and
@@ -35,7 +35,7 @@ LEVELS = {  # the easiest that the task has, where it has levels
     "chain_sum": "min_terms=2,max_terms=2,min_digits=1,max_digits=1",
     "basic_arithmetic": "min_terms=2,max_terms=2,min_digits=1,max_digits=1",
     "gcd": "max_value=20",
-    "count_bits": "max_n=16",
+    "count_bits": "max_n=100",
     "simple_equations": "min_terms=2,max_terms=2,max_value=10",
     "letter_counting": "min_words=3,max_words=3",
     "word_sorting": "min_words=3,max_words=3",
@@ -58,14 +58,14 @@ class Args:
 
 
 @torch.no_grad()
-def responses(model, tokenizer, prompt: list[dict]) -> list[str]:
-    """Eight, sampled at temperature 1."""
-    inputs = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+def responses(model, tokenizer, prompts: list[list[dict]]) -> list[list[str]]:
+    """Eight to each prompt, sampled at temperature 1."""
+    template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True, "padding": True}
+    inputs = tokenizer.apply_chat_template(prompts, **template)
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": 8}
     ids = model.generate(**inputs, **options, max_new_tokens=32, pad_token_id=tokenizer.eos_token_id)
-    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [texts[i : i + 8] for i in range(0, len(texts), 8)]
 
 
 def table(results: dict) -> str:
@@ -81,7 +81,7 @@ def table(results: dict) -> str:
 
 
 def main(args: Args) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"tasks": {}}
     for task in args.tasks:
@@ -91,9 +91,9 @@ def main(args: Args) -> None:
         rows = reasoning.make_rows(reasoning.Args(task, (level,), (level,), size=0, held_out=args.prompts))[
             "test"
         ]
-        scores = []
-        for row in (row for row in rows if row["task"] == task):
-            texts = responses(model, tokenizer, row["prompt"])
+        rows = [row for row in rows if row["task"] == task]
+        said, scores = responses(model, tokenizer, [row["prompt"] for row in rows]), []
+        for row, texts in zip(rows, said):
             columns = {name: [row[name]] * len(texts) for name in ("answer", "task", "entry")}
             scores.append(reasoning.score(texts, **columns))
         scores = torch.tensor(scores)  # (prompts, 8)
