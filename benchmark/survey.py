@@ -54,7 +54,7 @@ class Args:
     tasks: tuple[str, ...] = tuple(LEVELS)
     """Tasks of data/reasoning.py."""
     prompts: int = 24
-    """Of each task, with 8 responses each."""
+    """Of each task, with 8 responses to each."""
 
 
 @torch.no_grad()
@@ -69,14 +69,19 @@ def responses(model, tokenizer, prompts: list[list[dict]]) -> list[list[str]]:
 
 
 def table(results: dict) -> str:
-    lines = ["| task | level | pass@1 | pass@8 | a prompt | two responses |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| task | level | prompts | pass@1 | pass@8 | a prompt | two responses |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, cell in sorted(results["tasks"].items(), key=lambda item: -item[1]["pass@1"]):
         shown = [
             " ".join(text.replace("|", "\\|").split())[-60:]
             for text in (cell["prompt"], *cell["responses"][:2])
         ]
         rates = f"{cell['pass@1']:.2f} | {cell['pass@8']:.2f}"
-        lines.append(f"| {name} | {cell['level']} | {rates} | {shown[0]} | {shown[1]} / {shown[2]} |")
+        lines.append(
+            f"| {name} | {cell['level']} | {cell['prompts']} | {rates} | {shown[0]} | {shown[1]} / {shown[2]} |"
+        )
     return "\n".join([*lines, "", f"{results['settings']}."]) + "\n"
 
 
@@ -86,11 +91,10 @@ def main(args: Args) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"tasks": {}}
     for task in args.tasks:
         torch.manual_seed(1)
-        own, began = task in reasoning.OWN, time.perf_counter()
+        began = time.perf_counter()
         level = LEVELS.get(task, "")
-        rows = reasoning.make_rows(reasoning.Args(task, (level,), (level,), size=0, held_out=args.prompts))[
-            "test"
-        ]
+        options = reasoning.Args(task, (level,), (level,), size=0, held_out=args.prompts)
+        rows = reasoning.make_rows(options)["test"]
         rows = [row for row in rows if row["task"] == task]
         said, scores = responses(model, tokenizer, [row["prompt"] for row in rows]), []
         for row, texts in zip(rows, said):
@@ -99,19 +103,15 @@ def main(args: Args) -> None:
         scores = torch.tensor(scores)  # (prompts, 8)
         cell = {
             "level": level,
-            "own": own,
+            "prompts": len(rows),
             "pass@1": float(scores.mean()),
             "pass@8": float(scores.amax(1).mean()),
         }
         cell |= {"prompt": row["prompt"][-1]["content"], "responses": texts}
         results["tasks"][task] = cell | {"seconds": round(time.perf_counter() - began)}
-        results["settings"] = (
-            f"{args.prompts} prompts, 8 responses each at temperature 1, at most 32 tokens; {args.model}"
-        )
-        results["settings"] += (
-            f" in float32; {os.cpu_count()} cores, {processor()}, torch {torch.__version__}"
-        )
-        results["settings"] += f", transformers {importlib.metadata.version('transformers')}"
+        versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+        settings = f"8 responses to each prompt at temperature 1, at most 32 tokens; {args.model} in float32"
+        results["settings"] = f"{settings}; {os.cpu_count()} cores, {processor()}, {versions}"
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(task, level, cell["pass@1"], cell["pass@8"], flush=True)
     RESULTS.with_suffix(".md").write_text(table(results))
