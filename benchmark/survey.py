@@ -4,7 +4,7 @@
     python benchmark/survey.py --tasks sum largest  these only; the others in the file stay
 
 Reinforcement has something to work with where some of k responses are right and some are not: pass@8 well above 0, and
-pass@1 below 1. Needs data/smollm2, and reasoning-gym for all but the first four tasks.
+pass@1 below 1. Needs data/smollm2, and reasoning-gym for all but the first three tasks.
 """
 
 import importlib.metadata
@@ -28,8 +28,7 @@ RESULTS = ROOT / "benchmark" / "results" / "survey.json"
 LEVELS = {  # the easiest that the task has, where it has levels
     "reversal": "3 words",
     "largest": "3 numbers",
-    "sum": "3 digits",
-    "product": "1 digit",
+    "sum": "2 digits",
     "word_sequence_reversal": "min_words=3,max_words=3",
     "spell_backward": "min_word_len=3,max_word_len=3",
     "chain_sum": "min_terms=2,max_terms=2,min_digits=1,max_digits=1",

@@ -1,7 +1,7 @@
-"""Tasks with a right answer as the scripts take them: those of reasoning-gym, and four that a tiny model half can do.
+"""Tasks with a right answer as the scripts take them: those of reasoning-gym, and three that a tiny model half can do.
 
     python data/reasoning.py                           reversal of words: data/reversal/train.jsonl and test.jsonl
-    python data/reasoning.py --task largest            or sum, product: these four need no package
+    python data/reasoning.py --task largest            or sum: these three need no package
     python data/reasoning.py --task knights_knaves --train n_people=3 n_people=4 --test n_people=2 n_people=8 --think
     python rloo.py --dataset data/reversal/train.jsonl --eval_dataset data/reversal/test.jsonl
         --reward data/reasoning.py:score --model data/smollm2 ...                 docs/recipes.md has all flags
@@ -46,7 +46,7 @@ QUESTIONS = {
 @dataclass
 class Args:
     task: str = "reversal"
-    """reversal, largest, sum, product, or the name of a task of reasoning-gym."""
+    """reversal, largest, sum, or the name of a task of reasoning-gym."""
     train: tuple[str, ...] = ()
     """Levels to train on; by default the task's own."""
     test: tuple[str, ...] = ()
@@ -82,16 +82,10 @@ def sum_(draw: random.Random, level: str) -> tuple[str, str]:
     return " + ".join(map(str, numbers)) + " =", str(sum(numbers))
 
 
-def product(draw: random.Random, level: str) -> tuple[str, str]:
-    a, b = draw.randrange(10), draw.randrange(10 ** int(level[0]))
-    return f"{a} x {b} =", str(a * b)
-
-
 OWN = {  # function, levels to train on, levels to hold out
     "reversal": (reversal, ["3 words"], ["3 words", "3 new words", "4 words"]),
     "largest": (largest, ["3 numbers"], ["3 numbers", "5 numbers"]),
-    "sum": (sum_, ["3 digits"], ["3 digits", "4 digits"]),
-    "product": (product, ["1 digit"], ["1 digit", "2 digits"]),
+    "sum": (sum_, ["2 digits"], ["2 digits", "3 digits"]),
 }
 
 
