@@ -208,7 +208,10 @@ def summary(runs: list[dict], batch_size: int) -> dict:
     result = {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds)}
     if "with_script" in runs[0]:  # iteration by iteration, since these two have the same shapes
         ratios = [b / a for run in runs for a, b in zip(run["seconds"], run["with_script"], strict=True)]
-        result |= {"ratio": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
+        result |= {
+            "ratio": statistics.median(ratios),
+            "quartiles": statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4),
+        }
         phases = {name: statistics.mean(runs[-1]["phases"][name]) for name in runs[-1].get("phases", {})}
         return result | {"phases": phases}
     return result | {
