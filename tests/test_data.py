@@ -72,12 +72,12 @@ def test_gsm8k_rows(text, tmp_path, capsys):
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch, tmp_path):
-    for name in ("reasoning_gym", "math_verify", "gguf"):
+    for name in ("reasoning_gym", "math_verify", "accelerate"):
         monkeypatch.setitem(sys.modules, name, None)
     calls = {
         "reasoning-gym": lambda: reasoning.main(reasoning.Args("knights_knaves", folder=tmp_path)),
         "math-verify": lambda: gsm8k.reward(["#### 1"], ["1"]),
-        "gguf": lambda: smollm2.convert(tmp_path / "x.gguf", tmp_path),
+        "accelerate": lambda: smollm2.convert(tmp_path / "x.gguf", tmp_path),
     }
     for name, call in calls.items():
         with pytest.raises(SystemExit, match=f"error: {name} is missing; run pip install ") as stop:
