@@ -1,6 +1,6 @@
 """SFT, a reward model and reinforcement against it on a real model: the commands of docs/recipes.md, as written there.
 
-    python benchmark/classic.py                  writes results/classic.json and classic.md, 10 minutes on two cores
+    python benchmark/classic.py                  writes results/classic.json and classic.md, 12 minutes with a thread
 
 Runs that are finished say so and change nothing, so that an interrupted benchmark goes on.
 """
