@@ -358,3 +358,14 @@ def test_prompts_become_ids_with_one_bos_and_too_long_ones_are_left_out(tmp_path
         assert row["prompt_ids"] == ([2, *IDS[0]] if name == "text" else [2, 4, *IDS[0], 3, 5])
     assert "dataset: 1 of 2 prompts" in capsys.readouterr().out
     assert len(read_jsonl(ROOT / "toy" / "train.jsonl")) == 2000
+
+
+def test_a_template_may_write_a_system_prompt_where_there_is_none(tmp_path):
+    tokenizer, user = make_tokenizer(), {"role": "user", "content": "3 + 5 ?"}
+    default = "{% if messages[0].role != 'system' %}0 {% endif %}"
+    tokenizer.chat_template = default + "{% for m in messages %}{{ m.content }} {% endfor %}answer"
+    chats = [[user], [{"role": "system", "content": "1"}, user]]
+    data = str(write_jsonl(tmp_path / "chats.jsonl", [{"prompt": chat} for chat in chats]))
+    rows = grpo.load_rows(grpo.Args(), "dataset", data, "train", make_model("llama"), tokenizer)
+    texts = [tokenizer.decode(row["prompt_ids"]) for row in rows]
+    assert texts == ["0 3 + 5 ? answer", "1 3 + 5 ? answer"]
