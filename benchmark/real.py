@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from toy_seeds import POLICY_SCRIPTS, processor
+from toy_seeds import POLICY_SCRIPTS, curves, processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,19 +210,10 @@ def report(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_results(results: dict) -> None:
-    groups = defaultdict(list)
-    for run in rows_of(results, "reversal", lambda x: x == SETTING):
-        columns = {name: run[name] for name in ("score", "kl", "entropy") if run[name]}
-        rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-        groups[run["script"]].append([{"iteration": i} | row for i, row in enumerate(rows, 1)])
-    draw(groups, ROOT / "docs" / "real.png", columns=3)
-
-
 def main(args: Args) -> None:
-    for name in ("smollm2", "reversal"):
+    for name, script in {"smollm2": "smollm2.py", args.task: f"reasoning.py --task {args.task}"}.items():
         if not (ROOT / "data" / name).exists() and (args.run or args.demo):
-            sys.exit(f"error: no data/{name}; run python data/{name}.py, or make real")
+            sys.exit(f"error: no data/{name}; run python data/{script}")
     if args.demo:
         return demo()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
@@ -243,7 +234,10 @@ def main(args: Args) -> None:
                 flush=True,
             )
     RESULTS.with_suffix(".md").write_text(report(results))
-    draw_results(results)
+    groups = defaultdict(list)
+    for run in rows_of(results, "reversal", lambda x: x == SETTING):
+        groups[run["script"]].append(curves(run))
+    draw(groups, ROOT / "docs" / "real.png", columns=3)
     print(report(results))
 
 

@@ -138,15 +138,20 @@ def summary(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def curves(run: dict) -> list[dict]:
+    """The rows of a run, an iteration each, as tools/plot.py draws them."""
+    rows = defaultdict(dict)
+    for key in ("score", "kl", "response_length", "entropy"):
+        for iteration, value in enumerate(run.get(key, ()), 1):
+            rows[iteration] |= {"iteration": iteration, key: value}
+    return [*rows.values()]
+
+
 def draw_results(results: dict, name: str) -> None:
     """docs/<name>.png with all scripts; of the five seeds that the docs show, also a picture for each script."""
     groups = defaultdict(list)
     for run in results["runs"]:
-        rows = defaultdict(dict)
-        for key in ("score", "kl", "response_length", "entropy"):
-            for iteration, value in enumerate(run[key], 1):
-                rows[iteration] |= {"iteration": iteration, key: value}
-        groups[run["script"]].append([*rows.values()])
+        groups[run["script"]].append(curves(run))
     draw(groups, ROOT / "docs" / f"{name}.png")
     for script in groups if name == Args.name else ():
         draw({script: groups[script]}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)

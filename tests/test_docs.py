@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import real
 import tyro
 from conftest import ROOT, read_jsonl
 
@@ -211,3 +212,11 @@ def test_make_diff_names_the_scripts():
     assert wrong.returncode and all(path.stem in last for path in SCRIPTS)
     right = subprocess.run(["make", "diff", "A=grpo", "B=rloo.py"], cwd=ROOT, capture_output=True, text=True)
     assert right.returncode == 0 and "+++ b/rloo.py" in right.stdout
+
+
+def test_the_recipe_has_the_command_of_make_real():
+    section = (ROOT / "docs" / "recipes.md").read_text().partition("## A real model on two cores")[2]
+    shown = next(words for words in commands_in(section) if words[1] == "rloo.py")
+    made = real.command_of("runs/real", "rloo", 1)
+    pairs = lambda words: set(zip(words[2::2], words[3::2])) - {("--seed", "1")}  # noqa: E731
+    assert shown[:2] == made[:2] and pairs(shown) == pairs(made)
