@@ -134,7 +134,6 @@ def all_sum(x):
     return x
 
 
-@torch.no_grad()
 def generate(model, tokenizer, prompts, args, greedy=False):
     """Sample a response to each prompt, a list of ids, from softmax(logits / temperature), or greedily.
 
@@ -148,12 +147,13 @@ def generate(model, tokenizer, prompts, args, greedy=False):
     unique = list(dict.fromkeys(map(tuple, prompts)))
     copies = torch.tensor([unique.index(tuple(ids)) for ids in prompts], device=device)  # (B,) rows of unique
     cache = transformers.DynamicCache(config=model.config)
-    if args.dtype == "bfloat16":  # rotary embeddings are float32 and would make the cache so
+    bf16 = args.dtype == "bfloat16"
+    if bf16:  # rotary embeddings are float32 and would make the cache so
         update = cache.update
         cache.update = lambda keys, values, *rest: update(keys.bfloat16(), values.bfloat16(), *rest)
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     # One context around all steps, so that autocast casts the weights once and not for every token.
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         inputs = left_pad(unique, device)
         logits = forward(**inputs).logits[copies]  # (B, 1, V)
         cache.reorder_cache(copies)
@@ -313,7 +313,7 @@ def main(args):
         # 5. Log-probs of the reference; pi_old's come from sampling. kl is their difference, the k1 estimate
         ref_logprobs, all_rows = logprobs.clone(), torch.arange(local_batch, device=device)  # (B, T), (B,)
         for index, _, inputs in micro_batches(rollout, all_rows, args.micro_batch_size) if reference else ():
-            with torch.no_grad():
+            with torch.inference_mode():
                 ref_logprobs[index, : inputs[2]] = token_logprobs(reference, *inputs, args.temperature)
         kl = logprobs - ref_logprobs  # (B, T), 0 on padding
         rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}

@@ -491,9 +491,16 @@ MUTANTS = [
         f"{ROLLOUT} -k made_in_pieces",
     ),
     (
+        "log-probs of sampling with a gradient",
+        GRPO,
+        "with torch.inference_mode(), torch.autocast(",
+        "with torch.autocast(",
+        f"{ROLLOUT} -k plain_forward",
+    ),
+    (
         "cache in float32",
         GRPO,
-        'if args.dtype == "bfloat16":  # rotary',
+        "if bf16:  # rotary",
         "if False:  # rotary",
         f"{ROLLOUT} -k bfloat16",
     ),

@@ -56,6 +56,7 @@ def test_log_probs_and_entropy_are_those_of_a_plain_forward(model, temperature):
     sequences, attention_mask, response_mask, sampled, entropy, truncated = generated
     T, lengths = response_mask.shape[1], response_mask.sum(1)
     assert len(lengths.unique()) > 2 and 0 < truncated.sum() + (lengths < T).sum()
+    assert not any(x.requires_grad or x.is_inference() for x in generated)  # the update can use them
     with torch.no_grad():
         again = grpo.token_logprobs(model, sequences, attention_mask, T, temperature)
         for i, (prompt, n) in enumerate(zip(IDS * 2, lengths)):
