@@ -11,7 +11,8 @@ Works, all with a learning rate too small to change lengths; the weights are ran
     real    SmolLM2-135M and lists of words to reverse (data/smollm2.py, data/reasoning.py), 8 prompts x 8 responses of
             at most 16 tokens, in float32; real_bf16 the same in bfloat16; gpu_real 64 prompts x 8, bfloat16, on a GPU
     gpu     random weights of Qwen2.5-0.5B's shape, bfloat16, 64 prompts x 8 responses, all of 512 tokens
-    ranks   tail, with 16 prompts; ours alone: on one core, and under torchrun as two ranks with one core each
+    ranks   tail, with 16 prompts; ours alone: on one core, under torchrun as two ranks with one core each, and as two
+            runs of half the batch side by side, which never wait for one another: the bound of two ranks here
 
 Everything runs in turn, repeated, so that a slow minute of the machine hits all of them; the result is the median over
 repetitions of the median over iterations, without the first. TRL is installed into benchmark/.trl, an environment of
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +45,7 @@ WORKS = {
     "gpu_real": {"batch_size": 512, "micro_batch_size": 64, "max_response_length": 16, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
+RANKS = {"2 ranks": "two ranks take", "2 apart": "two runs of half the batch, side by side, take"}
 SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
 
 
@@ -172,6 +175,8 @@ def run(system: str, work: dict) -> dict:
     lines = []
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder:
+        # TRL's cache of datasets, new each time: ours reads the prompts anew in every run, too.
+        environment["HF_DATASETS_CACHE"] = f"{folder}/datasets"
         command = command_of(system, work | {"folder": folder})
         if "cores" in work:
             command = ["taskset", "-c", ",".join(map(str, work["cores"])), *command]
@@ -183,9 +188,7 @@ def run(system: str, work: dict) -> dict:
             for line in process.stdout:
                 if line.startswith(('{"time"', '{"seconds"')):
                     lines.append(json.loads(line))
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
+            if process.wait():
                 errors.seek(0)
                 raise SystemExit(
                     f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}"
@@ -198,8 +201,23 @@ def run(system: str, work: dict) -> dict:
         "seconds": [b["time"] - a["time"] for a, b in itertools.pairwise(lines)],
         "lengths": [line["length"] for line in lines[1:]],
         "rollouts": [line.get("rollout") for line in lines[1:]],
-        "peak_gib": lines[-1]["gpu"] or usage.ru_maxrss / 2**20,
+        "peak_gib": lines[-1]["peak"],
     }
+
+
+def run_apart(work: dict) -> dict:
+    """Two runs of half the batch at the same time, a core each: what two ranks would take that never wait."""
+    halves = [
+        work | {"cores": [core], "batch_size": work["batch_size"] // 2, "seed": 2 * work["seed"] + core}
+        for core in (0, 1)
+    ]
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(run, ["ours"] * 2, halves))
+    means = {
+        name: [statistics.mean(pair) for pair in zip(*(x[name] for x in results))]
+        for name in ("seconds", "lengths")
+    }
+    return means | {"peak_gib": max(x["peak_gib"] for x in results)}
 
 
 def summary(runs: list[dict], batch_size: int) -> dict:
@@ -257,9 +275,9 @@ def table(results: dict) -> str:
             ratios.append(
                 f"{work}, {script}: {faster:.2f} times TRL's tokens/s, {memory:.2f} of its peak memory"
             )
-        elif system == "2 ranks":
+        elif system in RANKS:
             ratio = ours["tokens_per_second"] / s["tokens_per_second"]
-            ratios.append(f"{work}, {script}: two ranks take {ratio:.3f} of one rank's time per token")
+            ratios.append(f"{work}, {script}: {RANKS[system]} {ratio:.3f} of one rank's time per token")
         if work == "gpu" and system == "ours":
             runs = next(x["runs"] for x in results["cells"] if (x["script"], x["system"]) == (script, system))
             rollout = statistics.median(x for run in runs for x in run["rollouts"])
@@ -297,13 +315,16 @@ def main(args: Args) -> None:
                         work = work_of(name, script, Path(folder)) | {"seed": repeat + 1}
                         if name == "ranks":
                             todo = {
-                                "1 rank": work | {"cores": [0]},
-                                "2 ranks": work | {"cores": [0, 1], "ranks": 2},
+                                "1 rank": lambda work=work: run("ours", work | {"cores": [0]}),
+                                "2 ranks": lambda work=work: run(
+                                    "ours", work | {"cores": [0, 1], "ranks": 2}
+                                ),
+                                "2 apart": lambda work=work: run_apart(work),
                             }
                         else:
-                            todo = {system: work for system in args.systems}
-                        for system, its_work in todo.items():
-                            result = run("ours" if name == "ranks" else system, its_work)
+                            todo = {x: lambda x=x, work=work: run(x, work) for x in args.systems}
+                        for system, measure in todo.items():
+                            result = measure()
                             cells.setdefault((name, script, system), []).append(result)
                             median = statistics.median(result["seconds"])
                             print(f"{name} {script} {system}: {median:.3f} s", flush=True)

@@ -1,11 +1,12 @@
 """A policy script on the work of speed.py, with a clock around its iterations and rollouts.
 
 Arguments: one JSON object, see speed.py. Prints one JSON line at the end of each iteration: seconds since the epoch,
-seconds of the rollout, responses' mean length, peak memory on a GPU.
+seconds of the rollout, responses' mean length, peak memory in GiB.
 """
 
 import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,13 @@ def now() -> float:
     return time.time()
 
 
+def peak() -> float:
+    if use_cuda:
+        return torch.cuda.max_memory_allocated() / 2**30
+    # not getrusage, which begins with what the parent held
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
 def timed_generate(*args, generate=script.generate, **options):
     start = now()
     result = generate(*args, **options)
@@ -35,8 +43,7 @@ def timed_generate(*args, generate=script.generate, **options):
 
 def timed_log(*arguments, log=script.log):
     log(*arguments)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if use_cuda else None
-    line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"], "gpu": memory}
+    line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"], "peak": peak()}
     if script.RANK == 0:
         print(json.dumps(line), flush=True)
 

@@ -1,13 +1,14 @@
 """TRL's GRPOTrainer or RLOOTrainer on the work of speed.py, which starts this in TRL's own environment.
 
 Arguments: one JSON object, see speed.py. Prints one JSON line at the end of each iteration: seconds since the epoch,
-responses' mean length, peak memory on a GPU.
+responses' mean length, peak memory in GiB.
 """
 
 import json
 import re
 import sys
 import time
+from pathlib import Path
 
 import torch
 import transformers
@@ -25,6 +26,13 @@ def exact_answer(completions, answer, **columns):
     ]
 
 
+def peak() -> float:
+    if use_cuda:
+        return torch.cuda.max_memory_allocated() / 2**30
+    # not getrusage, which begins with what the parent held
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
 class Clock(transformers.TrainerCallback):
     """Tells when each iteration (a rollout with its optimizer steps) ended. Only the step that generates logs a
     length, which is the first of an iteration."""
@@ -39,8 +47,7 @@ class Clock(transformers.TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.length = (logs or {}).get("completions/mean_length", self.length)
         if "train_runtime" not in (logs or {}) and state.global_step % work["steps"] == 0:
-            memory = torch.cuda.max_memory_allocated() / 2**30 if use_cuda else None
-            print(json.dumps({"time": self.time, "length": self.length, "gpu": memory}), flush=True)
+            print(json.dumps({"time": self.time, "length": self.length, "peak": peak()}), flush=True)
 
 
 config, trainer = {
