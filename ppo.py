@@ -377,7 +377,7 @@ def main(args):
         # The critic's values, before it learns from this rollout
         rollout["values"] = torch.zeros_like(logprobs)  # (B, T)
         for index, _, inputs in micro_batches(rollout, all_rows, args.micro_batch_size):
-            with torch.no_grad():
+            with torch.inference_mode():
                 rollout["values"][index, : inputs[2]] = critic_values(critic, *inputs)
 
         # 6. Advantages

@@ -4,7 +4,8 @@ Arguments: one JSON object, see speed.py. Runs the script's own main, notes the 
 makes of the model, and after each iteration makes calls of the same shapes again: prefill and decoding with a cache
 whose rows leave at the same steps, the forward pass of the reference with the log-softmax of all columns, forward and
 backward pass of the update. No text, no score, no advantage, no clipping, no optimizer, no metrics, no file.
-Prints one JSON line per iteration: seconds of the iteration and of the bare calls.
+Prints one JSON line per iteration: seconds of the iteration, of the bare calls, and of these if they sample in
+inference mode.
 """
 
 import importlib
@@ -99,10 +100,11 @@ def bare_calls() -> dict:
     rollout = dict(zip(("sequences", "attention_mask", "response_mask"), seen["generated"]))
     everything = torch.arange(args.batch_size, device=device)
     times = [now()]
-    with torch.no_grad():
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode(), torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
             bare_generate(policy)
         times.append(now())
+    with torch.no_grad():
         for _, mb, _ in script.micro_batches(rollout, everything, args.micro_batch_size):
             logprobs_of(reference, mb)
     times.append(now())
@@ -111,7 +113,8 @@ def bare_calls() -> dict:
             logprobs_of(policy, mb).masked_fill(~mb["response_mask"], 0.0).sum().backward()
         policy.zero_grad()
     times.append(now())
-    return {name: b - a for name, a, b in zip(("rollout", "logprobs", "update"), times, times[1:])}
+    names = "inference", "rollout", "logprobs", "update"
+    return {name: b - a for name, a, b in zip(names, times, times[1:])}
 
 
 def noted_log(*arguments, log=script.log):
@@ -119,7 +122,9 @@ def noted_log(*arguments, log=script.log):
     log(*arguments)
     if marks:
         line = {"seconds": now() - marks[-1], "phases": bare_calls()}
-        line["bare"] = sum(line["phases"].values())
+        inference = line["phases"].pop("inference")
+        line["bare"] = sum(line["phases"].values())  # under no_grad, as transformers' generate is
+        line["inference"] = line["bare"] - line["phases"]["rollout"] + inference
         print(json.dumps(line), flush=True)
     marks.append(now())
 
