@@ -45,7 +45,7 @@ WORKS = {
     "gpu_real": {"batch_size": 512, "micro_batch_size": 64, "max_response_length": 16, "iterations": 6},
     "gpu": {"batch_size": 512, "micro_batch_size": 32, "max_response_length": 512, "iterations": 4},
 }
-RANKS = {"2 ranks": "two ranks take", "2 apart": "two runs of half the batch, side by side, take"}
+RANKS = {"2 ranks": "two ranks take", "2 runs": "two runs of half the batch, side by side, take"}
 SYSTEMS = {"ours": "ours", "bare": "bare calls", "trl": "TRL"}
 
 
@@ -323,7 +323,7 @@ def main(args: Args) -> None:
                                 "2 ranks": lambda work=work: run(
                                     "ours", work | {"cores": [0, 1], "ranks": 2}
                                 ),
-                                "2 apart": lambda work=work: run_apart(work),
+                                "2 runs": lambda work=work: run_apart(work),
                             }
                         else:
                             todo = {x: lambda x=x, work=work: run(x, work) for x in args.systems}
