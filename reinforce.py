@@ -134,9 +134,8 @@ def all_sum(x):
 def generate(model, tokenizer, prompts, args, greedy=False):
     """Sample a response to each prompt, a list of ids, from softmax(logits / temperature), or greedily.
 
-    Returns sequences and attention_mask (B, P+T), prompts left-padded, T = max_response_length; response_mask
-    (B, T) bool, true up to the first EOS and on it; logprobs and entropy (B, T), 0 on padding; truncated (B,)
-    bool: no EOS came.
+    Returns sequences and attention_mask (B, P+T), left-padded, T = max_response_length; response_mask (B, T)
+    bool, true up to the first EOS and on it; logprobs, entropy (B, T), 0 on padding; truncated (B,) bool.
     Our own loop, so that no generation config can change the distribution. Each distinct prompt is read once.
     Finished rows are dropped once a quarter of the batch has finished, so that a long tail stays cheap.
     """
@@ -149,8 +148,9 @@ def generate(model, tokenizer, prompts, args, greedy=False):
         update = cache.update
         cache.update = lambda keys, values, *rest: update(keys.bfloat16(), values.bfloat16(), *rest)
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    # One context around all steps, so that autocast casts the weights once and not for every token.
-    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    # One context around all steps: autocast casts the weights once; in inference mode, for every token.
+    no_grad = torch.no_grad() if bf16 else torch.inference_mode()
+    with no_grad, torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         inputs = left_pad(unique, device)
         logits = forward(**inputs).logits[copies]  # (B, 1, V)
         cache.reorder_cache(copies)
@@ -304,7 +304,7 @@ def main(args):
         # 5. Log-probs of the reference; pi_old's come from sampling. kl is their difference, the k1 estimate
         ref_logprobs, all_rows = logprobs.clone(), torch.arange(local_batch, device=device)  # (B, T), (B,)
         for index, _, inputs in micro_batches(rollout, all_rows, args.micro_batch_size) if reference else ():
-            with torch.inference_mode():
+            with torch.no_grad():
                 ref_logprobs[index, : inputs[2]] = token_logprobs(reference, *inputs, args.temperature)
         kl = logprobs - ref_logprobs  # (B, T), 0 on padding
         rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}

@@ -493,9 +493,16 @@ MUTANTS = [
     (
         "log-probs of sampling with a gradient",
         GRPO,
-        "with torch.inference_mode(), torch.autocast(",
-        "with torch.autocast(",
-        f"{ROLLOUT} -k plain_forward",
+        "with no_grad, torch.autocast",
+        "with torch.autocast",
+        f"{ROLLOUT} -k 'bfloat16 or plain_forward'",
+    ),
+    (
+        "weights cast for every token",
+        GRPO,
+        "torch.no_grad() if bf16 else torch.inference_mode()",
+        "torch.inference_mode()",
+        f"{ROLLOUT} -k bfloat16",
     ),
     (
         "cache in float32",

@@ -4,11 +4,13 @@ These functions are the same in all policy scripts (test_siblings.py), so that g
 """
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 import transformers
 from conftest import read_jsonl, write_jsonl
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ARCHITECTURES, make_model, make_tokenizer, run, save
 
 import grpo
@@ -250,12 +252,28 @@ def test_the_critic_knows_positions_without_padding():
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
 
 
+class Casts(TorchDispatchMode):
+    """Counts how often each tensor is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.seen[args[0].data_ptr()] += 1
+        return function(*args, **kwargs or {})
+
+
 def test_bfloat16_has_a_bfloat16_cache_and_numbers_near_float32(model, tmp_path, monkeypatch):
     caches, Cache = [], transformers.DynamicCache
     monkeypatch.setattr(transformers, "DynamicCache", lambda **k: caches.append(Cache(**k)) or caches[-1])
     half = loaded(model, tmp_path, dtype="bfloat16")
     assert {x.dtype for x in half.parameters()} == {torch.float32}
-    generated = generate(half, prompts=IDS * 4, max_response_length=8, dtype="bfloat16")
+    with Casts() as casts:
+        generated = generate(half, prompts=IDS * 4, max_response_length=8, dtype="bfloat16")
+    weights = [x.weight for x in half.modules() if isinstance(x, torch.nn.Linear)]
+    assert {casts.seen[x.data_ptr()] for x in weights} in ({1}, {0, 1})  # once, not for every token
     sequences, attention_mask, response_mask, sampled, *_ = generated
     layers = [layer for layer in caches[0].layers if getattr(layer, "keys", None) is not None]
     assert layers and {x.dtype for y in layers for x in (y.keys, y.values)} == {torch.bfloat16}
