@@ -10,7 +10,6 @@ Writes results/<name>.json and .md.
 import functools
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> flo
     sys.path.insert(0, str(ROOT))
     import torch
     import transformers
+    from peak import peak_gib
 
     import grpo
 
@@ -70,9 +70,7 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> flo
     else:
         logprobs = grpo.token_logprobs(model, ids, mask, 256, 1.0)
     logprobs.sum().backward()
-    if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**30
+    return peak_gib(device.type == "cuda") - before / 2**30
 
 
 def resident() -> int:

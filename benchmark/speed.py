@@ -318,17 +318,13 @@ def main(args: Args) -> None:
                     for script in args.scripts:
                         work = work_of(name, script, Path(folder)) | {"seed": repeat + 1}
                         if name == "ranks":
-                            todo = {
-                                "1 rank": lambda work=work: run("ours", work | {"cores": [0]}),
-                                "2 ranks": lambda work=work: run(
-                                    "ours", work | {"cores": [0, 1], "ranks": 2}
-                                ),
-                                "2 runs": lambda work=work: run_apart(work),
-                            }
+                            two = work | {"cores": [0, 1], "ranks": 2}
+                            todo = {"1 rank": (run, "ours", work | {"cores": [0]})}
+                            todo |= {"2 ranks": (run, "ours", two), "2 runs": (run_apart, work)}
                         else:
-                            todo = {x: lambda x=x, work=work: run(x, work) for x in args.systems}
-                        for system, measure in todo.items():
-                            result = measure()
+                            todo = {system: (run, system, work) for system in args.systems}
+                        for system, (function, *its_arguments) in todo.items():
+                            result = function(*its_arguments)
                             cells.setdefault((name, script, system), []).append(result)
                             median = statistics.median(result["seconds"])
                             print(f"{name} {script} {system}: {median:.3f} s", flush=True)

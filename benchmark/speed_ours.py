@@ -6,7 +6,6 @@ seconds of the rollout, responses' mean length, peak memory in GiB.
 
 import importlib
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from peak import peak_gib
 
 work = json.loads(sys.argv[1])
 script = importlib.import_module(work["script"])
@@ -27,13 +27,6 @@ def now() -> float:
     return time.time()
 
 
-def peak() -> float:
-    if use_cuda:
-        return torch.cuda.max_memory_allocated() / 2**30
-    # not getrusage, which begins with what the parent held
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20
-
-
 def timed_generate(*args, generate=script.generate, **options):
     start = now()
     result = generate(*args, **options)
@@ -43,7 +36,8 @@ def timed_generate(*args, generate=script.generate, **options):
 
 def timed_log(*arguments, log=script.log):
     log(*arguments)
-    line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"], "peak": peak()}
+    line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"]}
+    line["peak"] = peak_gib(use_cuda)
     if script.RANK == 0:
         print(json.dumps(line), flush=True)
 

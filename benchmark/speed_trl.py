@@ -8,12 +8,12 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
 import trl
 from datasets import load_dataset
+from peak import peak_gib
 
 work = json.loads(sys.argv[1])
 use_cuda = torch.cuda.is_available() and work["device"] == "cuda"
@@ -24,13 +24,6 @@ def exact_answer(completions, answer, **columns):
         1.0 if re.search(rf"(answer\s+)?{re.escape(str(a))}\s*$", str(c)) else 0.0
         for c, a in zip(completions, answer)
     ]
-
-
-def peak() -> float:
-    if use_cuda:
-        return torch.cuda.max_memory_allocated() / 2**30
-    # not getrusage, which begins with what the parent held
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 class Clock(transformers.TrainerCallback):
@@ -47,7 +40,8 @@ class Clock(transformers.TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.length = (logs or {}).get("completions/mean_length", self.length)
         if "train_runtime" not in (logs or {}) and state.global_step % work["steps"] == 0:
-            print(json.dumps({"time": self.time, "length": self.length, "peak": peak()}), flush=True)
+            line = {"time": self.time, "length": self.length, "peak": peak_gib(use_cuda)}
+            print(json.dumps(line), flush=True)
 
 
 config, trainer = {
