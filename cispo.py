@@ -159,7 +159,7 @@ def generate(model, tokenizer, prompts, args, greedy=False):
         update = cache.update
         cache.update = lambda keys, values, *rest: update(keys.bfloat16(), values.bfloat16(), *rest)
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    # One context around all steps: autocast casts the weights once; in inference mode, for every token.
+    # In one context autocast casts the weights once, and not for every token as in inference mode.
     no_grad = torch.no_grad() if bf16 else torch.inference_mode()
     with no_grad, torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         inputs = left_pad(unique, device)
