@@ -52,9 +52,8 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> flo
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)).to(device).eval()
-    ids = torch.randint(
-        0, shape["vocab_size"], (8, 320), device=device
-    )  # 64 tokens of prompt, 256 of response
+    # 64 tokens of prompt, 256 of response
+    ids = torch.randint(0, shape["vocab_size"], (8, 320), device=device)
     mask = torch.ones_like(ids)
     if max_logits:
         grpo.MAX_LOGITS = max_logits
@@ -87,9 +86,7 @@ def main(args: Args) -> None:
     for label in CASES:
         command = [sys.executable, __file__, "--case", label]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        results[label] = max(
-            float(line.split()[1]) for line in output.splitlines() if line.startswith("GiB ")
-        )
+        results[label] = float(output.rpartition("GiB ")[2])
         print(f"{results[label]:7.2f} GiB  {label}", flush=True)
     import torch
     import transformers
@@ -98,13 +95,11 @@ def main(args: Args) -> None:
     head = f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}"
     lines = [f"{head}, transformers {transformers.__version__}.", "", "| what | GiB |", "|---|---|"]
     lines += [f"| {label} | {value:.2f} |" for label, value in results.items()]
+    lines += ["", "Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of"]
     lines += [
-        "",
-        "Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of 151,936 and",
+        "151,936 and one layer of Qwen2.5-0.5B's width, activations with 12 layers of half that width and a"
     ]
-    lines += [
-        "one layer of Qwen2.5-0.5B's width, activations with 12 layers of half that width and a small vocabulary."
-    ]
+    lines += ["small vocabulary."]
     path = ROOT / "benchmark" / "results" / args.name
     path.with_suffix(".json").write_text(json.dumps({"machine": machine, "gib": results}, indent=1) + "\n")
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -98,12 +98,10 @@ def make_tail(folder: Path) -> None:
     ids = make_words(folder, 4096, (8, 33))
     torch.manual_seed(0)
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512)
-    )
-    with (
-        torch.no_grad()
-    ):  # the first number of every state becomes large, and the head reads EOS's logit off it
+    config = transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=512)
+    model = transformers.LlamaForCausalLM(config)
+    # The first number of every state becomes large, and the head reads EOS's logit off it.
+    with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
         state = model.model(torch.randint(3, 4096, (64, 64))).last_hidden_state[:, :, 0]
         model.lm_head.weight[1] = 0.0
@@ -125,9 +123,8 @@ def make_gpu(folder: Path) -> None:
         "num_attention_heads": 14,
     }
     rest = {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids, **rest)).save_pretrained(
-        folder / "model"
-    )
+    config = transformers.Qwen2Config(**sizes, **ids, **rest)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
 
 
 def work_of(name: str, script: str, folder: Path) -> dict:
@@ -159,10 +156,8 @@ def command_of(system: str, work: dict) -> list[str]:
     if system == "trl":
         return [str(TRL / "bin" / "python"), str(ROOT / "benchmark" / "speed_trl.py"), json.dumps(work)]
     names = "model dataset seed batch_size micro_batch_size max_response_length learning_rate device dtype".split()
-    flags = {name: work[name] for name in names} | {
-        "samples_per_prompt": work["k"],
-        "num_iterations": work["iterations"],
-    }
+    flags = {name: work[name] for name in names}
+    flags |= {"samples_per_prompt": work["k"], "num_iterations": work["iterations"]}
     flags |= {"run_dir": f"{work['folder']}/run", "eval_every": 0, "log_every": 10**6}
     start = [sys.executable]
     if work.get("ranks", 1) > 1:
@@ -182,17 +177,15 @@ def run(system: str, work: dict) -> dict:
             command = ["taskset", "-c", ",".join(map(str, work["cores"])), *command]
             environment |= {"OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdout=pipe, stderr=errors, text=True, env=environment)
             for line in process.stdout:
                 if line.startswith(('{"time"', '{"seconds"')):
                     lines.append(json.loads(line))
             if process.wait():
                 errors.seek(0)
-                raise SystemExit(
-                    f"{' '.join(command)}\nended with {process.returncode}\n{errors.read()[-3000:]}"
-                )
+                said = errors.read()[-3000:]
+                raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}\n{said}")
     if system == "bare":
         phases = {name: [x["phases"][name] for x in lines[1:]] for name in lines[0]["phases"]}
         pair = {"seconds": [x["bare"] for x in lines[1:]], "with_script": [x["seconds"] for x in lines[1:]]}
@@ -207,16 +200,13 @@ def run(system: str, work: dict) -> dict:
 
 def run_apart(work: dict) -> dict:
     """Two runs of half the batch at the same time, a core each: what two ranks would take that never wait."""
-    halves = [
-        work | {"cores": [core], "batch_size": work["batch_size"] // 2, "seed": 2 * work["seed"] + core}
-        for core in (0, 1)
-    ]
+    half = work | {"batch_size": work["batch_size"] // 2}
+    halves = [half | {"cores": [core], "seed": 2 * work["seed"] + core} for core in (0, 1)]
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(run, ["ours"] * 2, halves))
-    means = {
-        name: [statistics.mean(pair) for pair in zip(*(x[name] for x in results))]
-        for name in ("seconds", "lengths")
-    }
+    means = {}
+    for name in ("seconds", "lengths"):
+        means[name] = [statistics.mean(pair) for pair in zip(*(x[name] for x in results))]
     return means | {"peak_gib": max(x["peak_gib"] for x in results)}
 
 
@@ -225,20 +215,14 @@ def summary(runs: list[dict], batch_size: int) -> dict:
     seconds = [statistics.median(run["seconds"]) for run in runs]
     result = {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds)}
     if "with_script" in runs[0]:  # iteration by iteration, since these two have the same shapes
-        ratios = [b / a for run in runs for a, b in zip(run["seconds"], run["with_script"], strict=True)]
-        result |= {
-            "ratio": statistics.median(ratios),
-            "inference": statistics.median(
-                b / a for run in runs for a, b in zip(run["inference"], run["with_script"], strict=True)
-            ),
-            "quartiles": statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4),
-        }
-        phases = {name: statistics.mean(runs[-1]["phases"][name]) for name in runs[-1].get("phases", {})}
+        for bare in ("seconds", "inference"):
+            ratios = [b / a for run in runs for a, b in zip(run[bare], run["with_script"], strict=True)]
+            result[f"over_{bare}"] = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4)
+        phases = {name: statistics.mean(runs[-1]["phases"][name]) for name in runs[-1]["phases"]}
         return result | {"phases": phases}
+    speeds = [batch_size * sum(run["lengths"]) / sum(run["seconds"]) for run in runs]
     return result | {
-        "tokens_per_second": statistics.median(
-            batch_size * sum(x["lengths"]) / sum(x["seconds"]) for x in runs
-        ),
+        "tokens_per_second": statistics.median(speeds),
         "length": statistics.median(statistics.mean(run["lengths"]) for run in runs),
         "peak_gib": statistics.median(run["peak_gib"] for run in runs),
     }
@@ -262,17 +246,15 @@ def table(results: dict) -> str:
     for (work, script, system), s in cells.items():
         ours = cells.get((work, script, "ours")) or cells.get((work, script, "1 rank"))
         if system == "bare":
-            text = (
-                f"{s['ratio']:.3f} of the bare calls' time ({s['quartiles'][0]:.3f}-{s['quartiles'][2]:.3f})"
-            )
+            low, median, high = s["over_seconds"]
             ratios.append(
-                f"{work}, {script}: ours takes {text}, median and quartiles over pairs of iterations; "
-                f"{s['inference']:.3f} where these sample in inference mode too"
+                f"{work}, {script}: ours takes {median:.3f} of the bare calls' time ({low:.3f}-{high:.3f}), "
+                f"median and quartiles over pairs of iterations; "
+                f"{s['over_inference'][1]:.3f} where these sample in inference mode too"
             )
-            if s["phases"]:
-                total = sum(s["phases"].values())
-                parts = ", ".join(f"{name} {x / total:.2f}" for name, x in s["phases"].items())
-                ratios.append(f"{work}, {script}: shares of the bare calls: {parts}")
+            total = sum(s["phases"].values())
+            parts = ", ".join(f"{name} {x / total:.2f}" for name, x in s["phases"].items())
+            ratios.append(f"{work}, {script}: shares of the bare calls: {parts}")
         elif system == "trl" and ours:
             faster = ours["tokens_per_second"] / s["tokens_per_second"]
             memory = ours["peak_gib"] / s["peak_gib"]
@@ -298,9 +280,8 @@ def table(results: dict) -> str:
 def versions(python: str) -> str:
     code = "import importlib.metadata as m; print(', '.join(f'{x} {m.version(x)}' for x in %r.split()))"
     names = "torch transformers" + (" trl" if python != sys.executable else "")
-    return subprocess.run(
-        [python, "-c", code % names], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    command = [python, "-c", code % names]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(args: Args) -> None:
