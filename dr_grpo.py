@@ -218,8 +218,7 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     piecewise = functools.partial(recompute, head, use_reentrant=False) if len(targets) > size else head
-    pieces = zip(hidden.split(size), targets.split(size))
-    logprobs = torch.cat([piecewise(*piece) for piece in pieces])
+    logprobs = torch.cat([*map(piecewise, hidden.split(size), targets.split(size))])
     return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
 
 
@@ -242,7 +241,7 @@ def micro_batches(rollout, rows, size):
 def optimizer_step(args, model, optimizer, loss):
     """Sum the gradients over ranks, clip, step: the same on every rank, so that their weights stay equal.
 
-    If loss or norm is not finite, stops before any weight changes. Returns the norm over WORLD_SIZE.
+    Stops before a weight changes if loss or norm is not finite. Returns norm / WORLD_SIZE, which main sums.
     """
     if dist.is_initialized():
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -286,6 +285,7 @@ def main(args):
     checkpoint = None  # frees its memory
     if WORLD_SIZE > 1:
         dist.init_process_group()
+    check(all_sum(torch.tensor(start)) == start * WORLD_SIZE, f"--run_dir {run_dir}: all ranks must see it")
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     for done in range(start, args.num_iterations + 1):
@@ -385,9 +385,8 @@ def say(text):
 
 def check_args(args):
     """Refuse numbers and sizes that do not work out, before anything is loaded."""
-    positive = (
-        "batch_size max_response_length temperature micro_batch_size max_grad_norm num_minibatches log_every"
-    )
+    positive = "batch_size max_response_length temperature reward_scale reward_clip micro_batch_size "
+    positive += "max_grad_norm num_minibatches log_every"
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             fits = 0 <= value < math.inf and (value or name not in positive)
@@ -512,7 +511,7 @@ def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **c
             ids = template(chat, add_generation_prompt=True)["input_ids"] + ids
         else:
             ids = template([*chat, {"role": "assistant", "content": completion}])["input_ids"]
-        texts.append(ids if cut or eos in ids else [*ids, eos])
+        texts.append(ids if cut or eos in ids[-2:] else [*ids, eos])
     batches = [left_pad(texts[i : i + size], model.device) for i in range(0, len(texts), size)]
     return torch.cat([model(**batch, use_cache=False).logits[:, 0] for batch in batches]).tolist()
 

@@ -13,15 +13,15 @@ eps_low = clip_eps_low and eps_high = clip_eps_high:
     loss  = -1/N_seq sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)                    (Eq. 5)
 
 N_seq is the number of responses in one optimizer step over all ranks, T_i the length of response i with EOS.
-s_i is the geometric mean of the tokens' ratios, hence so near 1 that the paper clips at 3e-4 and 4e-4. Its
-gradient is shared by the T_i tokens alike. A response is clipped with all its tokens, or not at all. The KL
-is left out, as in the paper's equations. grpo.py has a ratio and a clip for each token, and the same 1/T_i.
+s_i is the geometric mean of the tokens' ratios, hence so near 1 that the paper clips at 3e-4 and 4e-4. With
+--dtype bfloat16 rounding alone moves it further. A response is clipped with all its tokens, or not at all.
+The KL is left out, as in the paper's equations. grpo.py has a ratio and clip for each token, the same 1/T_i.
 Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
 
     python gspo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 gspo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype float32 --gradient_checkpointing --run_dir runs/a
 """
 
 import functools
@@ -223,8 +223,7 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     piecewise = functools.partial(recompute, head, use_reentrant=False) if len(targets) > size else head
-    pieces = zip(hidden.split(size), targets.split(size))
-    logprobs = torch.cat([piecewise(*piece) for piece in pieces])
+    logprobs = torch.cat([*map(piecewise, hidden.split(size), targets.split(size))])
     return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
 
 
@@ -247,7 +246,7 @@ def micro_batches(rollout, rows, size):
 def optimizer_step(args, model, optimizer, loss):
     """Sum the gradients over ranks, clip, step: the same on every rank, so that their weights stay equal.
 
-    If loss or norm is not finite, stops before any weight changes. Returns the norm over WORLD_SIZE.
+    Stops before a weight changes if loss or norm is not finite. Returns norm / WORLD_SIZE, which main sums.
     """
     if dist.is_initialized():
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -291,6 +290,7 @@ def main(args):
     checkpoint = None  # frees its memory
     if WORLD_SIZE > 1:
         dist.init_process_group()
+    check(all_sum(torch.tensor(start)) == start * WORLD_SIZE, f"--run_dir {run_dir}: all ranks must see it")
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     for done in range(start, args.num_iterations + 1):
@@ -390,9 +390,8 @@ def say(text):
 
 def check_args(args):
     """Refuse numbers and sizes that do not work out, before anything is loaded."""
-    positive = (
-        "batch_size max_response_length temperature micro_batch_size max_grad_norm num_minibatches log_every"
-    )
+    positive = "batch_size max_response_length temperature reward_scale reward_clip micro_batch_size "
+    positive += "max_grad_norm num_minibatches log_every"
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             fits = 0 <= value < math.inf and (value or name not in positive)
@@ -517,7 +516,7 @@ def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **c
             ids = template(chat, add_generation_prompt=True)["input_ids"] + ids
         else:
             ids = template([*chat, {"role": "assistant", "content": completion}])["input_ids"]
-        texts.append(ids if cut or eos in ids else [*ids, eos])
+        texts.append(ids if cut or eos in ids[-2:] else [*ids, eos])
     batches = [left_pad(texts[i : i + size], model.device) for i in range(0, len(texts), size)]
     return torch.cat([model(**batch, use_cache=False).logits[:, 0] for batch in batches]).tolist()
 

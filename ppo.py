@@ -5,8 +5,10 @@
 """PPO: a learned critic as the baseline of every token, generalized advantage estimation, clipped updates.
 
 John Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347, and GAE, arXiv 1506.02438,
-with the KL in the reward as in InstructGPT, arXiv 2203.02155. pi_old samples a response o with the score r;
-V_t is the critic's value of what precedes token t, 0 after the last. beta = kl_coef, lambda = gae_lambda:
+with the KL in the reward as in InstructGPT, arXiv 2203.02155. Left out: LoRA, sharded models, tools.
+pi_old samples a response o with the score r; V_t is the critic's value of what precedes token t, 0 after the
+last. N_tok counts the response tokens of one optimizer step over all ranks, with EOS. beta = kl_coef, lambda
+= gae_lambda, eps = clip_eps, eps_v = value_clip_eps. With V = 0 and lambda = 1 this is reinforce_pp.py:
 
     R_t    = -beta log(pi_old(o_t) / pi_ref(o_t)), + r on the last token             the reward of a token
     A_t    = sum_{s>=t} lambda^(s-t) (R_s + V_{s+1} - V_s)                           (GAE, Eq. 16; gamma = 1)
@@ -16,13 +18,11 @@ V_t is the critic's value of what precedes token t, 0 after the last. beta = kl_
     loss   = -1/N_tok sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)        (PPO, Eq. 7)
     critic = 1/N_tok sum_t 1/2 max((V - G_t)^2, (clip(V, V_old - eps_v, V_old + eps_v) - G_t)^2)
 
-eps = clip_eps, eps_v = value_clip_eps. N_tok counts the response tokens of one optimizer step over all ranks,
-with EOS. With V = 0 and lambda = 1 this is reinforce_pp.py. Left out: LoRA, sharded models, tools.
-
     python ppo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --critic_learning_rate 1e-5 --dtype bfloat16 \
+        --gradient_checkpointing --run_dir runs/a
 """
 
 import functools
@@ -269,8 +269,7 @@ def token_logprobs(model, sequences, attention_mask, response_length, temperatur
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     piecewise = functools.partial(recompute, head, use_reentrant=False) if len(targets) > size else head
-    pieces = zip(hidden.split(size), targets.split(size))
-    logprobs = torch.cat([piecewise(*piece) for piece in pieces])
+    logprobs = torch.cat([*map(piecewise, hidden.split(size), targets.split(size))])
     return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
 
 
@@ -293,7 +292,7 @@ def micro_batches(rollout, rows, size):
 def optimizer_step(args, model, optimizer, loss):
     """Sum the gradients over ranks, clip, step: the same on every rank, so that their weights stay equal.
 
-    If loss or norm is not finite, stops before any weight changes. Returns the norm over WORLD_SIZE.
+    Stops before a weight changes if loss or norm is not finite. Returns norm / WORLD_SIZE, which main sums.
     """
     if dist.is_initialized():
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -342,6 +341,7 @@ def main(args):
     checkpoint = None  # frees its memory
     if WORLD_SIZE > 1:
         dist.init_process_group()
+    check(all_sum(torch.tensor(start)) == start * WORLD_SIZE, f"--run_dir {run_dir}: all ranks must see it")
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     for done in range(start, args.num_iterations + 1):
@@ -458,9 +458,8 @@ def say(text):
 
 def check_args(args):
     """Refuse numbers and sizes that do not work out, before anything is loaded."""
-    positive = (
-        "batch_size max_response_length temperature micro_batch_size max_grad_norm num_minibatches log_every"
-    )
+    positive = "batch_size max_response_length temperature reward_scale reward_clip micro_batch_size "
+    positive += "max_grad_norm num_minibatches log_every"
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             fits = 0 <= value < math.inf and (value or name not in positive)
@@ -585,7 +584,7 @@ def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **c
             ids = template(chat, add_generation_prompt=True)["input_ids"] + ids
         else:
             ids = template([*chat, {"role": "assistant", "content": completion}])["input_ids"]
-        texts.append(ids if cut or eos in ids else [*ids, eos])
+        texts.append(ids if cut or eos in ids[-2:] else [*ids, eos])
     batches = [left_pad(texts[i : i + size], model.device) for i in range(0, len(texts), size)]
     return torch.cat([model(**batch, use_cache=False).logits[:, 0] for batch in batches]).tolist()
 

@@ -178,8 +178,7 @@ def main(args):
             if parameter.grad is not None:  # some models have weights that nothing uses
                 parameter.grad = all_sum(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        finite = (norm + total_loss).isfinite()
-        check(finite, "the loss or its gradient is not finite; use a lower --learning_rate")
+        check((norm + total_loss).isfinite(), "the loss or gradient is not finite; lower --learning_rate")
         optimizer.step()
         optimizer.zero_grad()
 
@@ -277,7 +276,7 @@ def encode(tokenizer, prompt, response):
         response = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
         chat = chat + response if response[0]["role"] == "assistant" else response  # which is a whole chat
         ids = tokenizer.apply_chat_template(chat)["input_ids"]
-    return ids if tokenizer.eos_token_id in ids else [*ids, tokenizer.eos_token_id]
+    return ids if tokenizer.eos_token_id in ids[-2:] else [*ids, tokenizer.eos_token_id]
 
 
 def load_rows(args, flag, name, split, model, tokenizer, least=1):

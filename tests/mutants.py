@@ -572,17 +572,19 @@ MUTANTS = [
     (
         "no eos for the reward model",
         GRPO,
-        "ids if cut or eos in ids else [*ids, eos]",
+        "ids if cut or eos in ids[-2:] else [*ids, eos]",
         "ids",
         f"{REWARDS} -k reads_prompt",
     ),
     (
         "a truncated text gets an eos",
         GRPO,
-        "ids if cut or eos in ids else",
-        "ids if eos in ids else",
+        "ids if cut or eos in ids[-2:] else",
+        "ids if eos in ids[-2:] else",
         f"{REWARDS} -k reads_prompt",
     ),
+    ("bos taken for eos", GRPO, "eos in ids[-2:]", "eos in ids", f"{REWARDS} -k bos_that"),
+    ("bos learned as eos", RM, "eos_token_id in ids[-2:]", "eos_token_id in ids", f"{REWARDS} -k bos_that"),
     (
         "reward model without its template",
         GRPO,
@@ -747,6 +749,9 @@ MUTANTS = [
         "check(True,",
         f"{BAD} -k 'refused and grpo and few'",
     ),
+    ("ranks begin apart", GRPO, "== start * WORLD_SIZE", ">= start", f"{BAD} -k 'all_ranks_see and grpo'"),
+    ("a clip of 0", GRPO, "reward_scale reward_clip", "reward_scale", f"{BAD} -k 'refused and grpo and clipped'"),
+    ("a scale of 0", GRPO, "reward_scale reward_clip", "reward_clip", f"{BAD} -k 'refused and grpo and scale'"),
     ("other flags go on", GRPO, "check(not changed,", "check(True,", f"{BAD} -k 'other_flags and grpo'"),
     # siblings
     (

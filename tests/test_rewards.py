@@ -10,6 +10,7 @@ from zoo import WORDS, make_tokenizer, run, save
 
 import grpo
 import ppo
+import reward_model
 
 CPU = torch.device("cpu")
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
@@ -149,6 +150,18 @@ def test_a_template_that_ends_in_eos_gets_no_second_one(tmp_path):
     texts = zip(PROMPTS, RESPONSES, ENDED)
     ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
     torch.testing.assert_close(scores(tmp_path), unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+
+
+def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
+    """As OPT has it: one at the beginning, and one where the response ended."""
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.eos_token = "<bos>"
+    save_reward_model(tmp_path, tokenizer)
+    texts = zip(PROMPTS, RESPONSES, ENDED)
+    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [2] * end for prompt, response, end in texts]
+    torch.testing.assert_close(scores(tmp_path, tokenizer), unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+    learned = [reward_model.encode(tokenizer, *pair) for pair in zip(PROMPTS, RESPONSES)]
+    assert [x for x, end in zip(learned, ENDED) if end] == [x for x, end in zip(ids, ENDED) if end]
 
 
 @pytest.mark.parametrize("script", POLICY_SCRIPTS)
