@@ -85,13 +85,19 @@ def train(label: str, seed: int) -> list[dict]:
     return lines
 
 
-def at(lines: list[dict], tokens: int) -> float:
-    """The accuracy of the 200 or more responses sampled last, when so many tokens were generated."""
-    lines, right, rows = [line for line in lines if line["tokens"] <= tokens], 0.0, 0
-    while lines and rows < 200:
-        line = lines.pop()
+def recent(lines: list[dict]) -> float:
+    """The accuracy of the 200 or more responses sampled last."""
+    right = rows = 0
+    for line in reversed(lines):
         right, rows = right + line["right"], rows + line["rows"]
+        if rows >= 200:
+            break
     return right / rows
+
+
+def at(lines: list[dict], tokens: int) -> float:
+    """The same when so many tokens were generated."""
+    return recent([line for line in lines if line["tokens"] <= tokens])
 
 
 def show(values: list[float]) -> str:
@@ -100,10 +106,14 @@ def show(values: list[float]) -> str:
 
 def table(results: dict) -> str:
     heads = " | ".join(f"{budget:,}" for budget in BUDGETS)
-    lines = [f"| | rollouts per step | groups left out | {heads} |", "|---|---|---|" + "---|" * len(BUDGETS)]
+    lines = [
+        f"| | rollouts per step | groups left out | 30 steps | {heads} |",
+        "|---" * (4 + len(BUDGETS)) + "|",
+    ]
     for label in RUNS:
         runs = [run["lines"] for run in results["runs"] if run["label"] == label]
-        cells = [show([at(lines, budget) for lines in runs]) for budget in BUDGETS]
+        cells = [show([recent(lines[:30]) for lines in runs])]
+        cells += [show([at(lines, budget) for lines in runs]) for budget in BUDGETS]
         means = ["1", ""]
         if "rollouts" in runs[0][0]:
             mean = lambda key: sum(x[key] for lines in runs for x in lines) / sum(map(len, runs))  # noqa: B023, E731
@@ -112,7 +122,7 @@ def table(results: dict) -> str:
     seeds = sorted({run["seed"] for run in results["runs"]})
     lines += [
         "",
-        "Sampled accuracy on the prompts of the rule, after so many generated tokens: mean over the",
+        "Sampled accuracy on the prompts of the rule, after 30 steps and so many generated tokens: mean over the",
     ]
     lines += [f"seeds {seeds} (lowest-highest). Made by `{results['command']}` on {results['machine']}."]
     return "\n".join(lines) + "\n"
