@@ -7,8 +7,9 @@ to bfloat16. A step of size --learning_rate is seen only where it carries a weig
 of data/smollm2 come from a file of 4 bits a weight, and many of them lie on such a boundary, a tie; those of a model
 from the hub are bfloat16 numbers already, as far from it as they can be. Measures, for both: the share of ties, the
 share of weights whose rounded value changes by a step of 1e-5 (AdamW's first steps are of that size for every weight),
-the KL of four iterations of rloo.py, and the largest and mean abs(rho - 1) of a rollout in its first optimizer step,
-against the log-probs of sampling and between micro-batches of 16 rows and of 5.
+and the KL of four iterations of rloo.py. Then, of a rollout in its first optimizer step, against the log-probs of
+sampling and between micro-batches of 16 rows and of 5, on the toy too: the largest and mean abs(rho - 1) of a token,
+and the mean of abs(s - 1) of a response, whose ratio s is the geometric mean of its tokens' (gspo.py).
 """
 
 import json
@@ -29,6 +30,10 @@ import rloo
 
 RESULTS = ROOT / "benchmark" / "results" / "bfloat16.json"
 MODEL = ROOT / "data" / "smollm2"
+TASKS = {
+    "toy": ("toy/policy", "toy/train.jsonl", 40),
+    "SmolLM2-135M": ("data/smollm2", "data/reversal/train.jsonl", 16),
+}
 
 
 def steps(weights: list[torch.Tensor], rate: float = 1e-5) -> dict:
@@ -52,18 +57,16 @@ def run(model: Path, dtype: str) -> list[float]:
 
 
 @torch.no_grad()
-def ratios(dtype: str) -> dict:
-    """abs(rho - 1) over the tokens of 32 sampled responses: (largest, mean)."""
-    args = rloo.Args(model=str(MODEL), dtype=dtype, max_response_length=16)
-    model, tokenizer = rloo.load(
-        args, transformers.AutoModelForCausalLM, "model", args.model, torch.device("cpu")
-    )
-    rows = rloo.load_rows(
-        args, "dataset", str(ROOT / "data/reversal/train.jsonl"), "train", model, tokenizer
-    )[:4]
+def ratios(task: str, dtype: str) -> dict:
+    """abs(rho - 1) over the tokens of 32 sampled responses: (largest, mean), and of whole responses the mean."""
+    model, dataset, length = TASKS[task]
+    args = rloo.Args(model=str(ROOT / model), dtype=dtype, max_response_length=length)
+    auto, device = transformers.AutoModelForCausalLM, torch.device("cpu")
+    model, tokenizer = rloo.load(args, auto, "model", args.model, device)
+    rows = rloo.load_rows(args, "dataset", str(ROOT / dataset), "train", model, tokenizer)
     torch.manual_seed(1)
     names = "sequences", "attention_mask", "response_mask", "sampled"
-    prompts = [row["prompt_ids"] for row in rows for _ in range(8)]
+    prompts = [row["prompt_ids"] for row in rows[:4] for _ in range(8)]
     rollout = dict(zip(names, rloo.generate(model, tokenizer, prompts, args)))
     again = {}
     for size in (16, 5):
@@ -75,28 +78,28 @@ def ratios(dtype: str) -> dict:
         "sampled against recomputed": rollout["sampled"],
         "16 rows against 5": again[5],
     }.items():
-        off = (again[16] - old)[mask].exp().sub(1).abs()
-        found[name] = [float(off.max()), float(off.mean())]
+        log_ratio = (again[16] - old) * mask
+        off = log_ratio[mask].exp().sub(1).abs()
+        response = (log_ratio.sum(1) / mask.sum(1)).exp().sub(1).abs()
+        found[name] = [float(off.max()), float(off.mean()), float(response.mean())]
     return found
 
 
 def table(results: dict) -> str:
-    lines = [
-        "| weights | dtype | ties | rounded value moves by a step of 1e-5 | KL of iterations 2, 3, 4 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| weights | dtype | ties | rounded value moves by a step of 1e-5 | KL of iterations 2, 3, 4 |"]
+    lines += ["|---|---|---|---|---|"]
     for cell in results["runs"]:
         kl = ", ".join(f"{x:.3f}" for x in cell["kl"][1:])
         lines.append(
             f"| {cell['weights']} | {cell['dtype']} | {cell['ties']:.3f} | {cell['moved']:.3f} | {kl} |"
         )
-    lines += [
-        "",
-        "| abs(rho - 1), largest (mean) | sampled against recomputed | 16 rows against 5 |",
-        "|---|---|---|",
-    ]
-    for dtype, found in results["ratios"].items():
-        lines.append(f"| {dtype} | " + " | ".join(f"{a:.2g} ({b:.2g})" for a, b in found.values()) + " |")
+    head = (
+        "| abs(rho - 1), largest (mean); abs(s - 1), mean | sampled against recomputed | 16 rows against 5 |"
+    )
+    lines += ["", head, "|---|---|---|"]
+    for name, found in results["ratios"].items():
+        cells = " | ".join(f"{a:.2g} ({b:.2g}); {s:.2g}" for a, b, s in found.values())
+        lines.append(f"| {name} | {cells} |")
     return "\n".join([*lines, "", f"{results['machine']}."]) + "\n"
 
 
@@ -116,7 +119,8 @@ def main() -> None:
                 cell = {"weights": name, "dtype": dtype, "kl": run(Path(folder), dtype)} | shares
                 results["runs"].append(cell)
                 print(cell, flush=True)
-    results["ratios"] = {dtype: ratios(dtype) for dtype in ("float32", "bfloat16")}
+    pairs = [(task, dtype) for task in TASKS for dtype in ("float32", "bfloat16")]
+    results["ratios"] = {f"{task}, {dtype}": ratios(task, dtype) for task, dtype in pairs}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(table(results))
     print(table(results))
