@@ -172,11 +172,7 @@ def table(runs: list[dict]) -> list[str]:
 
 def report(results: dict) -> str:
     """Three tables, and what became of the plain questions."""
-    lines = [
-        "## All scripts, reversal",
-        "",
-        *table(rows_of(results, "reversal", lambda x: x == SETTING)),
-    ]
+    lines = ["## All scripts, reversal", "", *table(rows_of(results, "reversal", lambda x: x == SETTING))]
     others = rows_of(results, "reversal", lambda x: x != SETTING)
     if others:
         lines += ["", "## Reversal with other flags", "", *table(others)]

@@ -108,13 +108,7 @@ MUTANTS = [
     ),
     ("std of a rank", BASE, "all_sum(centered", "WORLD_SIZE * (centered", on(2, "reinforce_pp_baseline")),
     ("token mean in grpo", GRPO, "(token_losses.sum(1) / mask.sum(1))", "token_losses.mean(1)", ESTIMATORS),
-    (
-        "padding in the loss",
-        GRPO,
-        "(unclipped, clipped)).masked_fill(~mask, 0.0)",
-        "(unclipped, clipped))",
-        ESTIMATORS,
-    ),
+    ("padding in the loss", GRPO, "(unclipped, clipped)).masked_fill(~mask, 0.0)", "(unclipped, clipped))", ESTIMATORS),
     ("mean over tokens in rloo", RLOO, ".sum() / num_sequences", ".sum() / num_tokens", ESTIMATORS),
     (
         "rloo: its own score in the baseline",
@@ -128,13 +122,7 @@ MUTANTS = [
     ("clip with max in reinforce_pp", RPP, "torch.min(unclipped", "torch.max(unclipped", ESTIMATORS),
     ("clip fraction the other way", GRPO, "clipped < unclipped", "clipped > unclipped", ESTIMATORS),
     ("clip fraction of both sides", PPO, "clipped < unclipped", "clipped != unclipped", ESTIMATORS),
-    (
-        "clip fraction of the micro-batch",
-        BASE,
-        CLIPPED,
-        CLIPPED.replace("num_tokens", "mask.sum()"),
-        ESTIMATORS,
-    ),
+    ("clip fraction of the micro-batch", BASE, CLIPPED, CLIPPED.replace("num_tokens", "mask.sum()"), ESTIMATORS),
     ("kl sign flipped in reinforce", REINFORCE, '["scores"] - args.kl_coef', '["scores"] + args.kl_coef', ESTIMATORS),
     (
         "reinforce: the mean of a rank",
@@ -229,13 +217,7 @@ MUTANTS = [
         ESTIMATORS,
     ),
     ("ppo: no lambda", PPO, "args.gae_lambda * advantage", "advantage", ESTIMATORS),
-    (
-        "ppo: a value in a hole",
-        PPO,
-        "torch.where(mask[:, t], values[:, t], next_value)",
-        "values[:, t]",
-        ESTIMATORS,
-    ),
+    ("ppo: a value in a hole", PPO, "torch.where(mask[:, t], values[:, t], next_value)", "values[:, t]", ESTIMATORS),
     ("ppo: the smaller value error", PPO, "0.5 * torch.max(", "0.5 * torch.min(", ESTIMATORS),
     ("ppo: value clip around 0", PPO, "near = old + (values - old)", "near = values", ESTIMATORS),
     (
@@ -259,13 +241,7 @@ MUTANTS = [
         '".py:" in args.reward',
         f"{REWARDS} -k critic",
     ),
-    (
-        "ppo: critic reads foreign ids",
-        PPO,
-        "tokenizer.get_vocab().items() <= its",
-        "{} <= its",
-        f"{REWARDS} -k critic",
-    ),
+    ("ppo: critic reads foreign ids", PPO, "tokenizer.get_vocab().items() <= its", "{} <= its", f"{REWARDS} -k critic"),
     # the loop: denominators, ranks, seeds
     (
         "denominator of the micro-batch",
@@ -299,13 +275,7 @@ MUTANTS = [
     ),
     ("gradients stay on their rank", GRPO, "dist.all_reduce(total)\n", "pass\n", on(2)),
     ("gradients are summed and not kept", GRPO, "vector_to_parameters(total, gradients)", "pass", on(3)),
-    (
-        "all_reduce gives None",
-        GRPO,
-        "        dist.all_reduce(x)\n",
-        "        x = dist.all_reduce(x)\n",
-        on(2),
-    ),
+    ("all_reduce gives None", GRPO, "        dist.all_reduce(x)\n", "        x = dist.all_reduce(x)\n", on(2)),
     (
         "a rank skips the collective",
         GRPO,
@@ -316,13 +286,7 @@ MUTANTS = [
     ("metrics of a rank", GRPO, "float(all_sum(x.sum()))", "float(x.sum())", on(2)),
     ("norm counted once a rank", GRPO, "return norm / WORLD_SIZE", "return norm", on(2)),
     ("ranks draw the same", GRPO, "iteration, RANK)", "iteration, 0)", DRAWS),
-    (
-        "iterations draw the same",
-        GRPO,
-        "hash((args.seed, iteration, RANK))",
-        "hash((args.seed, 0, RANK))",
-        DRAWS,
-    ),
+    ("iterations draw the same", GRPO, "hash((args.seed, iteration, RANK))", "hash((args.seed, 0, RANK))", DRAWS),
     ("ranks take the same prompts", GRPO, ".chunk(WORLD_SIZE)[RANK]", ".chunk(WORLD_SIZE)[0]", on(2)),
     (
         "a group spans ranks",
@@ -340,13 +304,7 @@ MUTANTS = [
     ),
     ("groups of the held-out set per rank", GRPO, "all_sum(scores).tolist()", "scores.tolist()", on(2)),
     ("held-out set of rank 0 only", GRPO, "range(RANK * size, len(rows)", "range(0, len(rows)", on(2)),
-    (
-        "gradient not reset",
-        GRPO,
-        "    optimizer.zero_grad()\n",
-        "",
-        f"{RUNS} -k 'after_its_checkpoint and grpo'",
-    ),
+    ("gradient not reset", GRPO, "    optimizer.zero_grad()\n", "", f"{RUNS} -k 'after_its_checkpoint and grpo'"),
     ("it never steps", GRPO, "    optimizer.step()\n", "", f"{TOY} -k 'learns and grpo'"),
     (
         "it learns the wrong way",
@@ -356,13 +314,7 @@ MUTANTS = [
         f"{TOY} -k 'learns and grpo'",
     ),
     # sampling and log-probs
-    (
-        "eos masked",
-        GRPO,
-        "ends.cumsum(1) - ends.long() == 0",
-        "ends.cumsum(1) == 0",
-        f"{ROLLOUT} -k first_eos",
-    ),
+    ("eos masked", GRPO, "ends.cumsum(1) - ends.long() == 0", "ends.cumsum(1) == 0", f"{ROLLOUT} -k first_eos"),
     (
         "mask from the pad id",
         GRPO,
@@ -370,20 +322,8 @@ MUTANTS = [
         "responses != tokenizer.pad_token_id",
         f"{ROLLOUT} -k first_eos",
     ),
-    (
-        "one eos id of several",
-        GRPO,
-        "*(ids if isinstance(ids, list) else [ids])",
-        "*[]",
-        f"{ROLLOUT} -k first_eos",
-    ),
-    (
-        "reward on the truncated",
-        GRPO,
-        "entropy, ~ends.any(1)",
-        "entropy, ends.any(1)",
-        f"{ROLLOUT} -k first_eos",
-    ),
+    ("one eos id of several", GRPO, "*(ids if isinstance(ids, list) else [ids])", "*[]", f"{ROLLOUT} -k first_eos"),
+    ("reward on the truncated", GRPO, "entropy, ~ends.any(1)", "entropy, ends.any(1)", f"{ROLLOUT} -k first_eos"),
     (
         "temperature of the generation config",
         GRPO,
@@ -391,13 +331,7 @@ MUTANTS = [
         ".float() / model.generation_config.temperature)",
         f"{ROLLOUT} -k softmax",
     ),
-    (
-        "sampling without temperature",
-        GRPO,
-        ".float() / args.temperature)",
-        ".float())",
-        f"{ROLLOUT} -k softmax",
-    ),
+    ("sampling without temperature", GRPO, ".float() / args.temperature)", ".float())", f"{ROLLOUT} -k softmax"),
     (
         "log-probs without temperature",
         GRPO,
@@ -504,13 +438,7 @@ MUTANTS = [
         "torch.inference_mode()",
         f"{ROLLOUT} -k bfloat16",
     ),
-    (
-        "cache in float32",
-        GRPO,
-        "if bf16:  # rotary",
-        "if False:  # rotary",
-        f"{ROLLOUT} -k bfloat16",
-    ),
+    ("cache in float32", GRPO, "if bf16:  # rotary", "if False:  # rotary", f"{ROLLOUT} -k bfloat16"),
     (
         "weights in bfloat16",
         GRPO,
@@ -555,20 +483,8 @@ MUTANTS = [
         "scores * args.reward_scale - args.missing_eos_penalty * truncated",
         f"{REWARDS} -k in_order",
     ),
-    (
-        "z-score of a rank",
-        GRPO,
-        "all_sum(scores.mean()) / WORLD_SIZE",
-        "scores.mean()",
-        f"{REWARDS} -k zscore",
-    ),
-    (
-        "reward model reads the pad",
-        GRPO,
-        "pad_token_id = -1",
-        "pad_token_id = 1",
-        f"{REWARDS} -k reads_prompt",
-    ),
+    ("z-score of a rank", GRPO, "all_sum(scores.mean()) / WORLD_SIZE", "scores.mean()", f"{REWARDS} -k zscore"),
+    ("reward model reads the pad", GRPO, "pad_token_id = -1", "pad_token_id = 1", f"{REWARDS} -k reads_prompt"),
     (
         "no eos for the reward model",
         GRPO,
@@ -664,13 +580,7 @@ MUTANTS = [
         "if True else None",
         f"{RUNS} -k 'did_not_name and grpo'",
     ),
-    (
-        "what is not finite goes on",
-        GRPO,
-        "check((norm + loss).isfinite(),",
-        "check(True,",
-        f"{RUNS} -k not_finite",
-    ),
+    ("what is not finite goes on", GRPO, "check((norm + loss).isfinite(),", "check(True,", f"{RUNS} -k not_finite"),
     # refusals
     (
         "scores that are not finite pass",
@@ -700,13 +610,7 @@ MUTANTS = [
         "check(True,",
         f"{BAD} -k 'refused and grpo and minibatches'",
     ),
-    (
-        "missing weights pass",
-        GRPO,
-        "right = not missing and (",
-        "right = (",
-        f"{BAD} -k 'refused and grpo and head'",
-    ),
+    ("missing weights pass", GRPO, "right = not missing and (", "right = (", f"{BAD} -k 'refused and grpo and head'"),
     (
         "a reward model passes for a policy",
         GRPO,
@@ -714,20 +618,8 @@ MUTANTS = [
         "True",
         f"{BAD} -k 'refused and grpo and policy'",
     ),
-    (
-        "pickled weights are opened",
-        GRPO,
-        "use_safetensors=True, ",
-        "",
-        f"{BAD} -k 'refused and grpo and pickle'",
-    ),
-    (
-        "three outputs pass",
-        GRPO,
-        "check(outputs == 1,",
-        "check(True,",
-        f"{BAD} -k 'refused and grpo and outputs'",
-    ),
+    ("pickled weights are opened", GRPO, "use_safetensors=True, ", "", f"{BAD} -k 'refused and grpo and pickle'"),
+    ("three outputs pass", GRPO, "check(outputs == 1,", "check(True,", f"{BAD} -k 'refused and grpo and outputs'"),
     (
         "beyond the positions",
         GRPO,
@@ -735,20 +627,8 @@ MUTANTS = [
         "check(True,",
         f"{BAD} -k 'refused and grpo and positions'",
     ),
-    (
-        "an empty prompt passes",
-        GRPO,
-        "check(prompt, f",
-        "check(True, f",
-        f"{BAD} -k 'refused and grpo and empty'",
-    ),
-    (
-        "too few prompts pass",
-        GRPO,
-        "check(len(kept) >= least,",
-        "check(True,",
-        f"{BAD} -k 'refused and grpo and few'",
-    ),
+    ("an empty prompt passes", GRPO, "check(prompt, f", "check(True, f", f"{BAD} -k 'refused and grpo and empty'"),
+    ("too few prompts pass", GRPO, "check(len(kept) >= least,", "check(True,", f"{BAD} -k 'refused and grpo and few'"),
     ("ranks begin apart", GRPO, "== start * WORLD_SIZE", ">= start", f"{BAD} -k 'all_ranks_see and grpo'"),
     ("a clip of 0", GRPO, "reward_scale reward_clip", "reward_scale", f"{BAD} -k 'refused and grpo and clipped'"),
     ("a scale of 0", GRPO, "reward_scale reward_clip", "reward_clip", f"{BAD} -k 'refused and grpo and scale'"),
@@ -778,13 +658,7 @@ MUTANTS = [
         f"{SFT_TESTS} -k plain",
     ),
     ("sft: no eos", SFT, " + [tokenizer.eos_token_id]", "", f"{SFT_TESTS} -k one_eos"),
-    (
-        "sft: two BOS",
-        SFT,
-        "(completion, add_special_tokens=False)",
-        "(completion)",
-        f"{SFT_TESTS} -k one_bos",
-    ),
+    ("sft: two BOS", SFT, "(completion, add_special_tokens=False)", "(completion)", f"{SFT_TESTS} -k one_bos"),
     (
         "sft: gradients stay on their rank",
         SFT,
@@ -792,13 +666,7 @@ MUTANTS = [
         "parameter.grad",
         f"{SFT_TESTS} -k nor_ranks",
     ),
-    (
-        "sft: order of the file",
-        SFT,
-        "hash((args.seed, epoch))",
-        "hash((args.seed, 0))",
-        f"{SFT_TESTS} -k epoch",
-    ),
+    ("sft: order of the file", SFT, "hash((args.seed, epoch))", "hash((args.seed, 0))", f"{SFT_TESTS} -k epoch"),
     (
         "sft: resume logs twice",
         SFT,
@@ -834,13 +702,7 @@ MUTANTS = [
         "margins, center)",
         f"{RM_TESTS} -k gradient",
     ),
-    (
-        "reward model: gradients stay",
-        RM,
-        "all_sum(parameter.grad)",
-        "parameter.grad",
-        f"{RM_TESTS} -k gradient",
-    ),
+    ("reward model: gradients stay", RM, "all_sum(parameter.grad)", "parameter.grad", f"{RM_TESTS} -k gradient"),
     (
         "margin column ignored",
         RM,

@@ -123,11 +123,7 @@ ROWS = {
     "beyond the positions": ("--max_response_length 125", "--max_response_length 125", "129", "128"),
     "reward with a slip": ("--reward exact_anwser", "--reward exact_anwser"),
     "reward raises": ("--reward {bad}/reward.py:raises", "--reward {bad}/reward.py:raises", "is asleep"),
-    "reward of other arguments": (
-        "--reward {bad}/reward.py:strict",
-        "--reward {bad}/reward.py",
-        "unexpected",
-    ),
+    "reward of other arguments": ("--reward {bad}/reward.py:strict", "--reward {bad}/reward.py", "unexpected"),
     "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "gave [1] scores, not 16"),
     "nested scores": ("--reward {bad}/reward.py:nested", "gave [16, 1] scores, not 16"),
     "scores that are text": ("--reward {bad}/reward.py:text", "--reward {bad}/reward.py:text"),

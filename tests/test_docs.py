@@ -18,12 +18,7 @@ import tyro
 from conftest import ROOT, read_jsonl
 
 sys.path.insert(0, str(ROOT / "data"))
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "toy/README.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "toy/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = [
     *SCRIPTS,

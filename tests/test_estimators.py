@@ -151,11 +151,7 @@ def test_whitening_survives_float32():
 # A policy small enough to write down every response. Its probabilities are multiples of 1/4, so that a batch
 # of 64 rows holds each response exactly as often as it is probable: averages over it are expectations.
 EOS, T, ROWS = 2, 3, 64
-PROBS = {
-    (): [2, 1, 1],
-    (0,): [1, 1, 2],
-    (1,): [1, 2, 1],
-}  # quarters for the tokens 0, 1, EOS after each prefix
+PROBS = {(): [2, 1, 1], (0,): [1, 1, 2], (1,): [1, 2, 1]}  # quarters for the tokens 0, 1, EOS after each prefix
 PROBS |= {(0, 0): [1, 2, 1], (0, 1): [2, 1, 1], (1, 0): [1, 1, 2], (1, 1): [1, 1, 2]}
 PREFIXES = list(PROBS)
 ENDED = (row[: row.index(EOS) + 1] if EOS in row else row for row in product(range(3), repeat=T))

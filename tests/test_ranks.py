@@ -27,11 +27,7 @@ def cases_of(name: str, ranks: int, folder) -> list[dict]:
         for size in SIZES[dtype][ranks]:
             flags = common | {"num_iterations": 1, "max_grad_norm": 1e9, "kl_coef": beta}
             # rank by rank, minibatches are others, so that there is one
-            flags |= {
-                "micro_batch_size": size,
-                "num_minibatches": 1,
-                "eval_dataset": folder / "heldout.jsonl",
-            }
+            flags |= {"micro_batch_size": size, "num_minibatches": 1, "eval_dataset": folder / "heldout.jsonl"}
             found.append({"key": (name, dtype, size), "dtype": dtype, "sample": False, "flags": flags})
     if name in SKELETONS and ranks < 3:
         flags = common | {"num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}

@@ -124,12 +124,7 @@ def test_a_finished_run_says_so_and_changes_nothing(script, tmp_path, monkeypatc
     data = {name: shutil.copy(ROOT / "toy" / name, tmp_path) for name in ("train.jsonl", "heldout.jsonl")}
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
     shutil.copytree(ROOT / "toy" / "policy", tmp_path / "start")
-    flags = {
-        "dataset": "train.jsonl",
-        "eval_dataset": "heldout.jsonl",
-        "reward": "mine.py:f",
-        "model": "start",
-    }
+    flags = {"dataset": "train.jsonl", "eval_dataset": "heldout.jsonl", "reward": "mine.py:f", "model": "start"}
     run(script, run_dir="run", **flags)
     before = times(tmp_path / "run")
     capsys.readouterr()

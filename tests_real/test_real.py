@@ -136,17 +136,9 @@ def test_lm_eval_opens_the_result_and_finds_the_same_accuracy(result, data, tmp_
     rows = [{"text": tokenizer.apply_chat_template(r["prompt"], **template), "answer": r["answer"]} for r in data.rows]
     task = {"task": "reversal", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
     task["dataset_kwargs"] = {"data_files": {"test": str(write_jsonl(tmp_path / "test.jsonl", rows))}}
-    task |= {
-        "doc_to_text": "{{text}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "exact_match"}],
-    }
+    task |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
     task["generation_kwargs"] = {"until": ["<|im_end|>"], "max_gen_toks": 16, "do_sample": False}
-    options = {
-        "model": "hf",
-        "model_args": {"pretrained": str(result / "model"), "dtype": "float32"},
-        "device": "cpu",
-    }
+    options = {"model": "hf", "model_args": {"pretrained": str(result / "model"), "dtype": "float32"}, "device": "cpu"}
     found = lm_eval.simple_evaluate(tasks=[task], bootstrap_iters=0, **options)["results"]["reversal"]
     last = [line for line in read_jsonl(result / "metrics.jsonl") if "eval/score/3 words" in line][-1]
     assert found["exact_match,none"] == last["eval/score/3 words"]
@@ -154,19 +146,8 @@ def test_lm_eval_opens_the_result_and_finds_the_same_accuracy(result, data, tmp_
 
 def test_trl_opens_the_result_and_goes_on(result, data, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    options = {
-        "per_device_train_batch_size": 2,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "max_steps": 1,
-    }
-    options |= {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "learning_rate": 1e-5,
-    }
+    options = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-5}
     trainer = trl.GRPOTrainer(
         str(result / "model"),
         reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
