@@ -31,8 +31,8 @@ import rloo
 RESULTS = ROOT / "benchmark" / "results" / "bfloat16.json"
 MODEL = ROOT / "data" / "smollm2"
 TASKS = {
-    "toy": ("toy/policy", "toy/train.jsonl", 40),
-    "SmolLM2-135M": ("data/smollm2", "data/reversal/train.jsonl", 16),
+    "toy": (ROOT / "toy" / "policy", "toy/train.jsonl", 40),
+    "SmolLM2-135M": (MODEL, "data/reversal/train.jsonl", 16),
 }
 
 
@@ -60,7 +60,7 @@ def run(model: Path, dtype: str) -> list[float]:
 def ratios(task: str, dtype: str) -> dict:
     """abs(rho - 1) over the tokens of 32 sampled responses: (largest, mean), and of whole responses the mean."""
     model, dataset, length = TASKS[task]
-    args = rloo.Args(model=str(ROOT / model), dtype=dtype, max_response_length=length)
+    args = rloo.Args(model=str(model), dtype=dtype, max_response_length=length)
     auto, device = transformers.AutoModelForCausalLM, torch.device("cpu")
     model, tokenizer = rloo.load(args, auto, "model", args.model, device)
     rows = rloo.load_rows(args, "dataset", str(ROOT / dataset), "train", model, tokenizer)
@@ -93,9 +93,7 @@ def table(results: dict) -> str:
         lines.append(
             f"| {cell['weights']} | {cell['dtype']} | {cell['ties']:.3f} | {cell['moved']:.3f} | {kl} |"
         )
-    head = (
-        "| abs(rho - 1), largest (mean); abs(s - 1), mean | sampled against recomputed | 16 rows against 5 |"
-    )
+    head = "| abs(rho - 1), largest (mean); abs(s - 1), mean | sampled against recomputed | 16 against 5 |"
     lines += ["", head, "|---|---|---|"]
     for name, found in results["ratios"].items():
         cells = " | ".join(f"{a:.2g} ({b:.2g}); {s:.2g}" for a, b, s in found.values())

@@ -31,6 +31,9 @@ CASES = {  # label: (what is measured, options)
     "activations kept": ("pass", {"shape": DEEP}),
     "activations recomputed (--gradient_checkpointing)": ("pass", {"shape": DEEP, "checkpointing": True}),
 }
+PASSES = """\
+Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of 151,936 and one layer of
+Qwen2.5-0.5B's width, activations with 12 layers of half that width and a small vocabulary."""
 
 
 @dataclass
@@ -95,11 +98,7 @@ def main(args: Args) -> None:
     head = f"`python benchmark/memory.py` on {machine}, torch {torch.__version__}"
     lines = [f"{head}, transformers {transformers.__version__}.", "", "| what | GiB |", "|---|---|"]
     lines += [f"| {label} | {value:.2f} |" for label, value in results.items()]
-    lines += ["", "Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of"]
-    lines += [
-        "151,936 and one layer of Qwen2.5-0.5B's width, activations with 12 layers of half that width and a"
-    ]
-    lines += ["small vocabulary."]
+    lines += ["", PASSES]
     path = ROOT / "benchmark" / "results" / args.name
     path.with_suffix(".json").write_text(json.dumps({"machine": machine, "gib": results}, indent=1) + "\n")
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

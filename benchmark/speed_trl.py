@@ -44,9 +44,8 @@ class Clock(transformers.TrainerCallback):
             print(json.dumps(line), flush=True)
 
 
-config, trainer = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[
-    work["script"]
-]
+classes = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}
+config, trainer = classes[work["script"]]
 # Its defaults but for what makes the work the same: sizes, sampling from the softmax itself, float32 or bfloat16 as
 # ours, no checkpointing of activations (its default: more time, less memory).
 config = config(
