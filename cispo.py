@@ -287,7 +287,6 @@ def main(args):
     checkpoint = None  # frees its memory
     if WORLD_SIZE > 1:
         dist.init_process_group()
-    check(all_sum(torch.tensor(start)) == start * WORLD_SIZE, f"--run_dir {run_dir}: all ranks must see it")
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     for done in range(start, args.num_iterations + 1):
@@ -388,7 +387,7 @@ def say(text):
 def check_args(args):
     """Refuse numbers and sizes that do not work out, before anything is loaded."""
     positive = "batch_size max_response_length temperature reward_scale reward_clip micro_batch_size "
-    positive += "max_grad_norm num_minibatches log_every"
+    positive += "max_grad_norm num_minibatches update_epochs log_every"
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             fits = 0 <= value < math.inf and (value or name not in positive)

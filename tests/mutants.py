@@ -629,7 +629,7 @@ MUTANTS = [
     ),
     ("an empty prompt passes", GRPO, "check(prompt, f", "check(True, f", f"{BAD} -k 'refused and grpo and empty'"),
     ("too few prompts pass", GRPO, "check(len(kept) >= least,", "check(True,", f"{BAD} -k 'refused and grpo and few'"),
-    ("ranks begin apart", GRPO, "== start * WORLD_SIZE", ">= start", f"{BAD} -k 'all_ranks_see and grpo'"),
+    ("no epochs", GRPO, "num_minibatches update_epochs", "num_minibatches", f"{BAD} -k 'refused and grpo and epochs'"),
     ("a clip of 0", GRPO, "reward_scale reward_clip", "reward_scale", f"{BAD} -k 'refused and grpo and clipped'"),
     ("a scale of 0", GRPO, "reward_scale reward_clip", "reward_clip", f"{BAD} -k 'refused and grpo and scale'"),
     ("other flags go on", GRPO, "check(not changed,", "check(True,", f"{BAD} -k 'other_flags and grpo'"),
