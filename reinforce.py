@@ -5,18 +5,18 @@
 """REINFORCE: one response per prompt, with the mean of the batch as its baseline; no critic, no clip.
 
 Ronald J. Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
-Learning", Machine Learning 8, 1992; for language models arXiv 2402.14740, section 2. To each prompt, pi
-samples a response with the score r_i. With beta = kl_coef:
+Learning", Machine Learning 8, 1992; for language models arXiv 2402.14740, section 2. To each prompt pi_old
+samples a response with the score r_i; o_t is token t. pi_theta is pi_old with gradient, pi_ref the frozen
+--model. With beta = kl_coef:
 
-    R_i  = r_i - beta sum_t log(pi(o_t) / pi_ref(o_t))       one reward per response, the KL inside
+    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
     A_i  = R_i - mean(R)                                     the mean over the batch of all ranks
     loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        a response is one action: no 1/T, no clip
 
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-There is exactly one step per rollout, since nothing corrects for a policy that has moved. The mean has R_i in
-it, which only shortens the expected gradient, to 1 - 1/N_seq of its length. This is the file to read first:
-rloo.py takes the mean of the other responses to the prompt, reinforce_pp.py adds the KL to go, a std, a clip.
-Left out: LoRA, sharded models, tools. The toy takes half a minute; a real model on 8 GPUs:
+There is one step per rollout, since nothing corrects for a policy that has moved. The mean contains R_i,
+which only shortens the expected gradient, to 1 - 1/N_seq of its length. This is the file to read first.
+Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python reinforce.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -33,90 +33,96 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
-from unittest import mock
 
 import datasets
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOGS = "metrics.jsonl", "samples.jsonl"
-MAX_LOGITS = 2**26  # computed at a time by token_logprobs: 256 MiB in float32
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOGS = ("metrics.jsonl", "samples.jsonl")
+# Shapes: B responses on this rank, b of them in a forward pass, P tokens of the longest prompt,
+# T = max_response_length (or less, once a micro-batch is cut), V tokens in the vocabulary.
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # for the order of the prompts, sampling and minibatches
-    # cpu, cuda, mps, ...; by default the accelerator that torch finds
-    device: str = str(torch.accelerator.current_accelerator(True) or "cpu")
+    seed: int = 1  # of the order of prompts, of sampling and of minibatches
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # policy to start from, and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/train.jsonl"  # hub id, folder, .jsonl, .parquet with `prompt`: text or chat messages
+    model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
+    dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts; column `group` splits the result; the toy has its own
+    eval_dataset: str | None = None  # held-out prompts, logged by their column `group`; the toy has its own
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
-    max_prompt_length: int = 512  # longer prompts (in tokens) are left out
-    max_response_length: int = 40  # tokens sampled at most; without EOS by then a response is truncated
+    max_prompt_length: int = 512  # prompts with more tokens are left out
+    max_response_length: int = 40  # tokens of a response at most; one without EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward
+    # Reward. A function is called with the lists prompts=, completions=, truncated= and one of each column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
-    answer_marker: str = "answer"  # exact_answer compares the text after its last occurrence with `answer`
+    answer_marker: str = "answer"  # exact_answer compares the text after the last marker with column `answer`
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
     reward_scale: float = 1.0  # factor of the score, after the penalty
-    reward_zscore: bool = False  # normalize scores to mean 0, std 1 over the rollout of all ranks
+    reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass of scoring and update, on each rank: memory only
     learning_rate: float = 2e-4  # peak learning rate of AdamW
-    lr_schedule: str = "constant_with_warmup"  # or linear, cosine: transformers.get_scheduler's names
-    warmup_iterations: int = 0  # the learning rate rises linearly over these
+    lr_schedule: str = "constant_with_warmup"  # or linear, cosine, ...: names of transformers.get_scheduler
+    warmup_iterations: int = 0  # the learning rate rises linearly from 0 over these
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
     # Run
-    run_dir: str | None = None  # goes on with the run in it; None: a new runs/<name>__<seed>__<time>-<pid>
-    eval_every: int = 40  # iterations between evaluations; also before the first and after the last; 0: none
-    log_every: int = 10  # iterations between printed lines with samples; metrics.jsonl has every iteration
-    save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only that
+    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
+    eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
+    log_every: int = 10  # iterations between printed samples; metrics.jsonl has every iteration
+    save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
-    min_samples_per_prompt: ClassVar[int] = 1
+    min_samples_per_prompt: ClassVar[int] = 1  # not a flag: fewer are refused
     kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of a response
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
+@torch.no_grad()
 def compute_advantages(args, rollout):
-    """{"advantages": (B, T)}: reward minus the mean of the batch of all ranks, the same on all tokens."""
+    """Returns {"advantages": (B, T)}: each reward minus the mean of the batch of all ranks."""
     mask = rollout["response_mask"]
-    rewards = rollout["scores"] - args.kl_coef * rollout["kl"].masked_fill(~mask, 0.0).sum(1)  # (B,)
-    mean = all_sum(rewards.sum()) / all_sum(torch.ones_like(rewards).sum())
-    return {"advantages": ((rewards - mean)[:, None] * mask).detach()}
+    kl = rollout["kl"].masked_fill(~mask, 0.0).sum(1)  # (B,), whatever the padding holds
+    rewards = rollout["scores"] - args.kl_coef * kl
+    mean = total(rewards) / total(torch.ones_like(rewards))  # over all ranks
+    advantages = (rewards - mean).view(-1, 1)  # (B, 1)
+    return {"advantages": advantages * mask}
 
 
-def policy_loss(args, mb, logprobs, num_sequences, num_tokens):
-    """REINFORCE on whole responses: the sum over tokens, the mean over responses.
+def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
+    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
 
-    logprobs (B, T) are differentiated; mb has advantages and response_mask (B, T). num_sequences counts the
-    whole optimizer step, so that what the calls return adds up.
+    logprobs (B, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
+    step, so that the losses of its micro-batches and ranks add up.
     """
-    loss = -(mb["advantages"] * logprobs).masked_fill(~mb["response_mask"], 0.0).sum() / num_sequences
+    mask = batch["response_mask"]
+    token_losses = -(batch["advantages"] * logprobs).masked_fill(~mask, 0.0)
+    loss = token_losses.sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}
 
 
@@ -124,247 +130,324 @@ def policy_loss(args, mb, logprobs, num_sequences, num_tokens):
 
 
 def all_sum(x):
-    """The sum of x over all ranks; x itself on one rank. Every rank must call it."""
+    """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
     if dist.is_initialized():
-        x = x.clone()  # all_reduce works in place and returns nothing
+        x = x.clone()  # all_reduce works in place
         dist.all_reduce(x)
     return x
 
 
-def generate(model, tokenizer, prompts, args, greedy=False):
-    """Sample a response to each prompt, a list of ids, from softmax(logits / temperature), or greedily.
+def total(x):
+    """The sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
 
-    Returns sequences and attention_mask (B, P+T), left-padded, T = max_response_length; response_mask (B, T)
-    bool, true up to the first EOS and on it; logprobs, entropy (B, T), 0 on padding; truncated (B,) bool.
-    Our own loop, so that no generation config can change the distribution. Each distinct prompt is read once.
-    Finished rows are dropped once a quarter of the batch has finished, so that a long tail stays cheap.
+
+def eos_ids(model, tokenizer):
+    """The token ids that end a response: the tokenizer's EOS and those of the generation config."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    if not isinstance(configured, list):
+        configured = [configured]
+    return sorted({tokenizer.eos_token_id, *configured} - {None})
+
+
+def left_pad(id_lists, device):
+    """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
+    tensors = [torch.tensor(ids) for ids in id_lists]
+    masks = [torch.ones_like(ids) for ids in tensors]
+    input_ids = pad_sequence(tensors, batch_first=True, padding_side="left")
+    attention_mask = pad_sequence(masks, batch_first=True, padding_side="left")
+    return input_ids.to(device), attention_mask.to(device)
+
+
+def model_inputs(input_ids, attention_mask):
+    """The arguments of a model's forward pass. Padding on the left does not count in the positions."""
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+
+def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
+    """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
+
+    Returns a dict of tensors with B = len(prompts) x samples_per_prompt rows, those of a prompt side by side:
+        sequences, attention_mask (B, P+T): the prompt, padded on the left, then the response, padded to T
+        response_mask (B, T): True on the tokens that were sampled, the EOS included
+        old_logprobs, entropy (B, T): of the distribution that was sampled from, 0 on padding
+        truncated (B,): True if the response has no EOS
+    model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
-    device, stop_ids = model.device, torch.tensor(eos_ids(model, tokenizer), device=model.device)
-    unique = list(dict.fromkeys(map(tuple, prompts)))
-    copies = torch.tensor([unique.index(tuple(ids)) for ids in prompts], device=device)  # (B,) rows of unique
-    cache = transformers.DynamicCache(config=model.config)
-    bf16 = args.dtype == "bfloat16"
-    if bf16:  # rotary embeddings are float32 and would make the cache so
-        update = cache.update
-        cache.update = lambda keys, values, *rest: update(keys.bfloat16(), values.bfloat16(), *rest)
-    forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    # In one context autocast casts the weights once, and not for every token as in inference mode.
-    no_grad = torch.no_grad() if bf16 else torch.inference_mode()
-    with no_grad, torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        inputs = left_pad(unique, device)
-        logits = forward(**inputs).logits[copies]  # (B, 1, V)
-        cache.reorder_cache(copies)
-        prompt_ids, prompt_mask, positions = (x[copies] for x in inputs.values())  # (B, P)
-        mask, position = prompt_mask, positions[:, -1:]  # (b, P + t) and (b, 1)
-        rows = torch.arange(len(prompts), device=device)  # (b,) those still in the batch, b <= B
-        running = rows >= 0  # (b,) those of them without EOS so far, at first all
-        responses = torch.zeros(len(rows), args.max_response_length, dtype=torch.long, device=device)
-        logprobs, entropy = torch.zeros(2, *responses.shape, device=device)  # (B, T) each
-        for t in range(args.max_response_length):
-            all_logprobs = (logits[:, -1].float() / args.temperature).log_softmax(-1)  # (b, V)
-            probs = all_logprobs.exp()
-            # The argmax of p / Exp(1) is a draw from p: torch.multinomial without its checks.
-            tokens = (probs if greedy else probs / torch.empty_like(probs).exponential_()).argmax(-1)
-            responses[rows, t] = tokens  # (b,)
-            logprobs[rows, t] = all_logprobs.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = torch.special.entr(probs).sum(-1)
-            running &= ~torch.isin(tokens, stop_ids)
-            left = running.nonzero()[:, 0]
-            if len(left) == 0 or t + 1 == args.max_response_length:
+    device = model.device
+    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
+    prompt_ids, prompt_mask = left_pad(prompts, device)
+    P = prompt_ids.shape[1]
+    T = args.max_response_length
+    prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(samples_per_prompt)  # (B,)
+    sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), room for the response
+    attention_mask = pad(prompt_mask[prompt_index], (0, T))
+    old_logprobs = torch.zeros(len(sequences), T, device=device)
+    entropy = torch.zeros_like(old_logprobs)
+    finished = torch.zeros_like(prompt_index, dtype=torch.bool)  # (B,)
+    active = torch.arange(len(sequences), device=device)  # (b,) the rows that are still in the forward pass
+    with sampling_cache(args, model) as cache:  # keys and values; no gradients in here
+        # Each prompt is read once. Its logits and its row of the cache are then repeated for its responses.
+        forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = forward(**model_inputs(prompt_ids, prompt_mask)).logits[prompt_index]  # (B, 1, V)
+        cache.reorder_cache(prompt_index)
+
+        for t in range(T):  # finished rows may go on for a while: the masks leave out what they sample
+            # If you add top-p here, add it in token_logprobs too: both must score the same distribution.
+            logprobs = (logits.squeeze(1).float() / args.temperature).log_softmax(-1)  # (b, V)
+            probs = logprobs.exp()
+            tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
+            sequences[active, P + t] = tokens.squeeze(1)
+            attention_mask[:, P + t] = ~finished  # before finished changes, so that the EOS counts
+            old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
+            entropy[active, t] = torch.special.entr(probs).sum(1)
+            finished[active] |= torch.isin(tokens, eos).squeeze(1)
+
+            # Finished rows leave once they are a quarter of the batch, so that a few long rows cost little.
+            unfinished = (~finished[active]).nonzero().squeeze(1)  # positions in active
+            if len(unfinished) == 0 or t == T - 1:
                 break
-            if len(left) <= 0.75 * len(rows):
-                cache.reorder_cache(left)
-                rows, tokens, mask, position = (x[left] for x in (rows, tokens, mask, position))
-                running = running[left]
-            position, mask = position + 1, torch.cat([mask, torch.ones_like(position)], dim=1)
-            logits = forward(input_ids=tokens[:, None], attention_mask=mask, position_ids=position).logits
+            if len(unfinished) <= 0.75 * len(active):
+                active = active[unfinished]
+                cache.reorder_cache(unfinished)
 
-    ends = torch.isin(responses, stop_ids)
-    response_mask = ends.cumsum(1) - ends.long() == 0  # up to the first EOS and on it
-    sequences = torch.cat([prompt_ids, responses * response_mask], dim=1)
-    attention_mask = torch.cat([prompt_mask, response_mask.long()], dim=1)
-    logprobs, entropy = logprobs * response_mask, entropy * response_mask
-    return sequences, attention_mask, response_mask, logprobs, entropy, ~ends.any(1)
+            mask = attention_mask[active, : P + t + 1]
+            logits = forward(
+                input_ids=sequences[active, P + t].unsqueeze(1),
+                attention_mask=mask,
+                position_ids=mask.sum(1, keepdim=True) - 1,
+            ).logits  # (b, 1, V)
 
-
-def token_logprobs(model, sequences, attention_mask, response_length, temperature):
-    """Log-probs (B, T) of the last T = response_length tokens of sequences (B, P+T), 0 on padding.
-
-    Logits (B, T, V) would be the largest tensor of all: beyond MAX_LOGITS they are computed in pieces, and
-    again in the backward pass.
-    """
-    decoder = model.get_decoder()
-    output = decoder(**with_positions(sequences, attention_mask), use_cache=False)
-    mask = attention_mask[:, -response_length:].bool()  # (B, T)
-    hidden = output.last_hidden_state[:, -response_length - 1 : -1][mask]  # (N, H), before each token
-    targets = sequences[:, -response_length:][mask]  # (N,)
-
-    def head(hidden, targets):
-        # The model with its decoder stubbed out: lm_head alone would miss the scaling or cap that some have.
-        done = type(output)(last_hidden_state=hidden[None])
-        with mock.patch.object(decoder, "forward", lambda *args, **kwargs: done):
-            logits = model(input_ids=targets[None]).logits[0]  # (n, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    piecewise = functools.partial(recompute, head, use_reentrant=False) if len(targets) > size else head
-    logprobs = torch.cat([*map(piecewise, hidden.split(size), targets.split(size))])
-    return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+    response_mask = attention_mask[:, P:].bool()
+    return {
+        "sequences": sequences * attention_mask,  # drop what finished rows sampled before they left
+        "attention_mask": attention_mask,
+        "response_mask": response_mask,
+        "old_logprobs": old_logprobs * response_mask,
+        "entropy": entropy * response_mask,
+        "truncated": ~finished,
+    }
 
 
-def micro_batches(rollout, rows, size):
-    """Yield (index, that part of the rollout, (sequences, attention_mask, response length)), size rows each.
+def token_logprobs(model, batch, temperature):
+    """Log-probs (B, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
+    T = batch["response_mask"].shape[1]
+    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
+    # The logits at a position are those of the next token, so the last ones are not needed.
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
+    logits = logits.to(model.dtype) / temperature  # to float32, as the weights: autocast gives bfloat16
+    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
+    logprobs = logits.log_softmax(-1).gather(2, tokens).squeeze(2)
+    return logprobs.masked_fill(~batch["response_mask"], 0.0)
 
-    Tensors of the rollout are (B,), (B, T) or (B, P+T). Rows go by length, parts are cut to their longest.
-    """
+
+def micro_batches(rollout, indices, size):
+    """Yield (index, batch): the indices of up to `size` responses, and their tensors, less padding."""
     T = rollout["response_mask"].shape[1]
-    P = rollout["sequences"].shape[1] - T
-    by_length = rollout["response_mask"][rows].sum(1).argsort(stable=True)
-    for index in rows[by_length].split(size):
-        start = int(rollout["attention_mask"][index].any(0).nonzero()[0])
-        end = int(rollout["response_mask"][index].any(0).nonzero()[-1]) + 1
-        cut = {T: slice(end), P + T: slice(start, P + end)}
-        mb = {key: x[index] if x.dim() == 1 else x[index, cut[x.shape[1]]] for key, x in rollout.items()}
-        yield index, mb, (mb["sequences"], mb["attention_mask"], end)
+    response_lengths = rollout["attention_mask"][:, -T:].sum(1)  # (B,); would count a tool's answers too
+    by_length = response_lengths[indices].argsort(stable=True)  # similar lengths go together
+    for index in indices[by_length].split(size):
+        batch = {name: tensor[index] for name, tensor in rollout.items()}
+        columns = batch["attention_mask"].any(0)  # (P+T,), False at both ends, where all rows have padding
+        for name, tensor in batch.items():
+            if name in ("sequences", "attention_mask"):  # (b, P+T)
+                batch[name] = tensor[:, columns]
+            elif tensor.dim() == 2:  # (b, T)
+                batch[name] = tensor[:, columns[-T:]]
+        yield index, batch
 
 
-def optimizer_step(args, model, optimizer, loss):
-    """Sum the gradients over ranks, clip, step: the same on every rank, so that their weights stay equal.
+def choose_prompts(args, dataset, num_prompts, completed):
+    """This rank's rows of the dataset after so many completed iterations. Each epoch has a new order."""
+    epoch, batch_number = divmod(completed, len(dataset) // num_prompts)
+    generator = torch.Generator().manual_seed(hash((args.seed, epoch)))  # hash() of integers is never random
+    shuffled = torch.randperm(len(dataset), generator=generator)
+    chosen = shuffled.split(num_prompts)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
-    Stops before a weight changes if loss or norm is not finite. Returns norm / WORLD_SIZE, which main sums.
-    """
-    if dist.is_initialized():
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        total = parameters_to_vector(gradients)  # one collective, since one for each tensor is slow
-        dist.all_reduce(total)
-        vector_to_parameters(total, gradients)
+
+def process_scores(args, scores, truncated):
+    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
+    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
+    if args.reward_zscore:
+        count = len(scores) * WORLD_SIZE
+        scores = scores - total(scores) / count
+        variance = total(scores.square()) / count
+        scores = scores / max(math.sqrt(variance), 1e-4)
+    if args.reward_clip:
+        scores = scores.clamp(-args.reward_clip, args.reward_clip)
+    return scores
+
+
+def make_optimizer(args, model, learning_rate):
+    """AdamW without weight decay, and the schedule of its learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    scheduler = transformers.get_scheduler(
+        args.lr_schedule, optimizer, args.warmup_iterations, args.num_iterations
+    )
+    return optimizer, scheduler
+
+
+def optimizer_step(args, model, optimizer):
+    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # some models have weights that nothing uses
+            parameter.grad = all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check((norm + loss).isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
+    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
     optimizer.step()
     optimizer.zero_grad()
-    return norm / WORLD_SIZE
+    return norm
 
 
 def main(args):
-    # 1. Setup: the run folder, models, data, rewards, optimizer, ranks
+    # 1. Setup: ranks, run folder, models, data, rewards, optimizer
     check_args(args)
-    run_dir, flags, checkpoint = find_run(args)
+    device = choose_device(args)
+    run_dir, saved_args, checkpoint = find_run(args)
     start = checkpoint["iteration"] if checkpoint else 0
+    connect_ranks(device, run_dir, start)
     if start >= args.num_iterations and (run_dir / "model").exists():
         return say(f"{run_dir} is finished after {start} iterations: nothing to do")
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+
+    # Both models are in eval mode: with dropout, the first ratio of a rollout would not be 1.
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
     check(eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS token; save one in its tokenizer")
-    reference = load(args, type(policy), "model", args.model, device)[0] if args.kl_coef else None
-    num_prompts, local_batch = args.batch_size // args.samples_per_prompt, args.batch_size // WORLD_SIZE
-    rows = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
-    name = args.eval_dataset or ("toy/heldout.jsonl" if args.dataset == Args.dataset else None)
-    eval_rows = load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer) if name else []
+    reference = None
+    if args.kl_coef:
+        reference, _ = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
+    num_prompts = args.batch_size // args.samples_per_prompt
+    dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
+    eval_dataset = None
+    if args.eval_dataset or args.dataset == Args.dataset:  # the toy has its own held-out prompts
+        eval_name = args.eval_dataset or "toy/heldout.jsonl"
+        eval_dataset = load_rows(args, "eval_dataset", eval_name, args.eval_split, policy, tokenizer)
     reward = load_reward(args, "reward", args.reward, device)
     eval_reward = load_reward(args, "eval_reward", args.eval_reward, device) if args.eval_reward else reward
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
-    schedule = args.lr_schedule, optimizer, args.warmup_iterations, args.num_iterations + 1
-    lr_factor = transformers.get_scheduler(*schedule).lr_lambdas[0]  # a function of the iteration: no state
-    state = {"policy": policy, "optimizer": optimizer}
+    optimizer, scheduler = make_optimizer(args, policy, args.learning_rate)
+    state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
 
-    for name, part in state.items() if checkpoint else ():
-        part.load_state_dict(checkpoint[name])
-    track = start_run(args, run_dir, flags, checkpoint) if RANK == 0 else None
-    checkpoint = None  # frees its memory
-    if WORLD_SIZE > 1:
-        dist.init_process_group()
+    if checkpoint:
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+    wandb_run = start_run(args, run_dir, saved_args, checkpoint) if RANK == 0 else None
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
-    for done in range(start, args.num_iterations + 1):
-        # 2. Evaluation on held-out prompts, before the first iteration and after the last too
-        if eval_rows and args.eval_every and (done % args.eval_every == 0 or done == args.num_iterations):
-            log(run_dir, track, done, *evaluate(args, policy, tokenizer, eval_reward, eval_rows))
-        if done == args.num_iterations:
+    for completed in range(start, args.num_iterations + 1):  # the last turn only evaluates
+        # 2. Evaluation on held-out prompts, also before the first iteration and after the last
+        is_last = completed == args.num_iterations
+        if eval_dataset and args.eval_every and (completed % args.eval_every == 0 or is_last):
+            metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+            log(run_dir, wandb_run, completed, metrics, samples)
+        if is_last:
             break
-        iteration, began = done + 1, time.time()
-        torch.manual_seed(hash((args.seed, iteration, RANK)))  # of integers: the same in every process
+        iteration = completed + 1
+        began = time.time()
+        # One seed per iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
 
-        # 3. Rollout: this rank's prompts, samples_per_prompt times each, and the scores of their responses
-        epoch, step = divmod(done, len(rows) // num_prompts)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
-        order = order[step * num_prompts : (step + 1) * num_prompts].chunk(WORLD_SIZE)[RANK]
-        batch = [rows[i] for i in order for _ in range(args.samples_per_prompt)]
-        generated = generate(policy, tokenizer, [row["prompt_ids"] for row in batch], args)
-        raw_scores = score(args, reward, tokenizer, batch, generated)  # (B,)
+        # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
+        prompts = choose_prompts(args, dataset, num_prompts, completed)
+        prompt_ids = [row["prompt_ids"] for row in prompts]
+        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
+        rows = [row for row in prompts for _ in range(args.samples_per_prompt)]  # the row of each response
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
         # 4. Scores after penalty, scale, z-score and clip
-        sequences, attention_mask, response_mask, logprobs, entropy, truncated = generated
-        rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
-        rollout["scores"] = process_scores(args, raw_scores, truncated)
+        rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
-        # 5. Log-probs of the reference; pi_old's come from sampling. kl is their difference, the k1 estimate
-        ref_logprobs, all_rows = logprobs.clone(), torch.arange(local_batch, device=device)  # (B, T), (B,)
-        for index, _, inputs in micro_batches(rollout, all_rows, args.micro_batch_size) if reference else ():
-            with torch.no_grad():
-                ref_logprobs[index, : inputs[2]] = token_logprobs(reference, *inputs, args.temperature)
-        kl = logprobs - ref_logprobs  # (B, T), 0 on padding
-        rollout |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
+        # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl; pi_old's come from sampling
+        all_rows = torch.arange(len(rows), device=device)
+        # Without a reference they are those of the policy, and the KL is 0.
+        rollout["ref_logprobs"] = rollout["old_logprobs"].clone()
+        if reference:
+            for index, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
+                with torch.no_grad():
+                    ref_logprobs = token_logprobs(reference, batch, args.temperature)  # (b, T)
+                # The batch lacks columns at the end of the responses only.
+                rollout["ref_logprobs"][index, : ref_logprobs.shape[1]] = ref_logprobs
+        kl = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
+        rollout["kl"] = kl.masked_fill(~rollout["response_mask"], 0.0)
 
         # 6. Advantages
-        rollout |= compute_advantages(args, rollout)
+        rollout.update(compute_advantages(args, rollout))
 
         # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(iteration)
-        stats, num_steps = defaultdict(float), args.update_epochs * args.num_minibatches
-
+        stats = defaultdict(float)
         for _ in range(args.update_epochs):
-            for minibatch in torch.randperm(local_batch, device=device).chunk(args.num_minibatches):
-                # Counts of the whole step: neither micro-batches nor ranks change a weight in the loss.
+            for minibatch in torch.randperm(len(rows), device=device).chunk(args.num_minibatches):
+                # Counted over the whole step: the loss does not depend on micro-batches and ranks.
                 num_sequences = len(minibatch) * WORLD_SIZE
-                num_tokens = all_sum(response_mask[minibatch].sum())
-                for _, mb, inputs in micro_batches(rollout, minibatch, args.micro_batch_size):
-                    new_logprobs = token_logprobs(policy, *inputs, args.temperature)  # (b, t)
-                    loss, mb_stats = policy_loss(args, mb, new_logprobs, num_sequences, num_tokens)
+                num_tokens = total(rollout["response_mask"][minibatch])
+                for _, batch in micro_batches(rollout, minibatch, args.micro_batch_size):
+                    logprobs = token_logprobs(policy, batch, args.temperature)  # (b, T), with gradient
+                    loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                     loss.backward()
-                    for name, value in mb_stats.items():
-                        stats[name] += value / num_steps
+                    for name, value in batch_stats.items():
+                        stats[name] += value
 
-                norm = optimizer_step(args, policy, optimizer, stats["policy_loss"])
-                stats["grad_norm"] += norm / num_steps
+                # Divided, since step 8 sums stats over ranks, and all ranks have the same norm.
+                stats["grad_norm"] += optimizer_step(args, policy, optimizer) / WORLD_SIZE
 
         # 8. Log and save
-        sums = {"score": raw_scores, "truncated": truncated, "response_length": response_mask}
-        sums["entropy"] = entropy
+        num_steps = args.update_epochs * args.num_minibatches
+        num_tokens = total(rollout["response_mask"])
+        metrics = {
+            "score": total(rollout["raw_scores"]) / args.batch_size,
+            "truncated": total(rollout["truncated"]) / args.batch_size,
+            "response_length": num_tokens / args.batch_size,
+            "entropy": total(rollout["entropy"]) / num_tokens,  # per token
+        }
         if reference:
-            sums["kl"] = kl
-        metrics = {name: float(all_sum(x.sum())) / args.batch_size for name, x in sums.items()}
-        metrics["entropy"] /= metrics["response_length"]  # per token; the KL is per response
-        metrics |= {name: float(all_sum(x)) for name, x in stats.items()}
-        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["tokens_per_second"] = metrics["response_length"] * args.batch_size / (time.time() - began)
-        due, late = iteration % args.log_every == 0, began // 60 < time.time() // 60  # a line a minute
-        samples = describe(tokenizer, batch, generated, raw_scores) if due else []
-        log(run_dir, track, iteration, metrics, samples[:: args.samples_per_prompt][:3], late)
-        due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (due or iteration == args.num_iterations):
+            metrics["kl"] = total(rollout["kl"]) / args.batch_size  # per response
+        if args.samples_per_prompt > 1:
+            groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
+            metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
+        for name, value in stats.items():
+            metrics[name] = total(value) / num_steps
+        metrics["learning_rate"] = scheduler.get_last_lr()[0]
+        seconds = time.time() - began
+        metrics["tokens_per_second"] = num_tokens / seconds
+        scheduler.step()
+
+        samples = []
+        if iteration % args.log_every == 0:
+            samples = describe(tokenizer, rows, rollout)[:: args.samples_per_prompt]  # one for each prompt
+        # A slow run prints every iteration.
+        log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
+        save_due = args.save_every and iteration % args.save_every == 0
+        if RANK == 0 and (save_due or iteration == args.num_iterations):
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
     if RANK == 0:
-        with replacing(run_dir / "model") as path:
-            policy.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+        with replacing(run_dir / "model") as folder:
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 
 
-# --- plumbing: data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
 
 
 def check(condition, message):
-    """One sentence and exit code 2 if the condition is false; while a rank waits, a lower one may say it."""
+    """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
-        time.sleep(5 * RANK)
+        time.sleep(5 * RANK)  # rank 0 prints and exits first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def explain(what, remedy):
+    """Turn an exception, which may not name the flag or the file, into a message that does."""
+    try:
+        yield
+    except Exception as error:  # not SystemExit, which a check inside raises
+        check(False, f"{what}: {error!r:.300}; {remedy}")
 
 
 def say(text):
@@ -374,262 +457,322 @@ def say(text):
 
 
 def check_args(args):
-    """Refuse numbers and sizes that do not work out, before anything is loaded."""
-    positive = "batch_size max_response_length temperature reward_scale reward_clip micro_batch_size "
-    positive += "max_grad_norm num_minibatches update_epochs log_every"
+    """Refuse numbers that cannot work before anything is loaded."""
+    positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
+    positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
     for name, value in vars(args).items():
         if isinstance(value, int | float):
-            fits = 0 <= value < math.inf and (value or name not in positive)
-            check(fits, f"--{name} {value}: use a finite number above 0, or 0 where that turns something off")
-    k, size, steps = args.samples_per_prompt, args.batch_size, args.num_minibatches
-    unit, local, least = WORLD_SIZE * k, size // WORLD_SIZE, args.min_samples_per_prompt
+            is_enough = value > 0 if name in positive else value >= 0
+            check(
+                is_enough and math.isfinite(value), f"--{name} {value}: use a number above 0 (some may be 0)"
+            )
+    k = args.samples_per_prompt
+    least = args.min_samples_per_prompt
     check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
-    check(size % unit == 0, f"--batch_size {size}: use a multiple of {unit}, ranks x samples_per_prompt")
-    check(local % steps == 0, f"--num_minibatches {steps}: use a divisor of {local}, the responses of a rank")
+    unit = WORLD_SIZE * k
+    multiple = f"use a multiple of {unit}, ranks x samples_per_prompt"
+    check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: {multiple}")
+    local_batch = args.batch_size // WORLD_SIZE
+    divisor = f"use a divisor of {local_batch}, the responses of a rank"
+    check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
+
+
+def choose_device(args):
+    """The device of this rank."""
+    device = torch.device(args.device)
+    if device.type != "cpu":
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
+        # Where each rank sees its own GPU only, as under Slurm, that GPU has index 0.
+        torch.accelerator.set_device_index(min(local_rank, torch.accelerator.device_count() - 1))
+    return device
+
+
+def connect_ranks(device, run_dir, start):
+    """Start the communication of the ranks, and check that all resume from the same iteration."""
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else None)
+        # A rank whose start is not the mean of all starts exits, and torchrun then stops the others.
+        is_shared = all_sum(torch.tensor(start, device=device)) == start * WORLD_SIZE
+        check(is_shared, f"--run_dir {run_dir}: has other checkpoints on other ranks; use a shared folder")
 
 
 def locate(name):
-    """The absolute path of a file or folder here or beside the script, keeping a :function; else the name."""
-    path, colon, function = name.partition(":")
+    """The path of a file or folder, here or beside the script; the name itself if it is neither."""
     for folder in (Path("."), Path(__file__).parent):
-        if (folder / path).exists():
-            return f"{(folder / path).resolve()}{colon}{function}"
+        if (folder / name).exists():
+            return str(folder / name)
     check(not name.startswith("toy/"), f"no {name} beside this script; give --model, --dataset and --reward")
     return name
 
 
 def load(args, auto_class, flag, name, device):
-    """A model in eval mode, so without dropout, and its tokenizer. Weights are float32."""
+    """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path, where = locate(name), f"--{flag} {name}"
+    where = f"--{flag} {name}"
+    path = locate(name)
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model, info = auto_class.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    # transformers does not refuse missing weights, or a reward model as policy: it makes random weights
-    kind, missing, head = str(model.config.architectures), len(info["missing_keys"]), "SequenceClassification"
-    right = not missing and (head in kind) == (head in auto_class.__name__)
-    check(right, f"{where}: is {kind}, {missing} weights missing; use a whole model of the right kind")
-    # transformers' own checkpointing works in training mode only
-    for layer in model.modules() if args.gradient_checkpointing else ():
-        if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
-    for part in {model, model.get_decoder()} if args.dtype == "bfloat16" else ():
-        part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
+    # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
+    kind = str(model.config.architectures)
+    is_reward_model = "SequenceClassification" in kind
+    wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
+    missing = info["missing_keys"]
+    message = f"{where}: is {kind}, {len(missing)} weights missing; use another model"
+    check(is_reward_model == wants_reward_model and not missing, message)
+    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if args.gradient_checkpointing:
+        # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        for layer in model.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                layer.forward = functools.partial(recomputed, layer.forward)
+    if args.dtype == "bfloat16":
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     return model.to(device).eval(), tokenizer
 
 
-def eos_ids(model, tokenizer):
-    """The ids that end a response: the tokenizer's EOS and those of the generation config."""
-    ids = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
+def recomputed(forward, *args, **kwargs):
+    """Call forward. Its activations are computed again in the backward pass instead of being kept."""
+    if torch.is_grad_enabled():
+        return checkpoint_activations(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
 
 
-def left_pad(lists, device):
-    """The model's inputs (B, L) for B lists of ids, padded on the left."""
-    ids = pad_sequence([torch.tensor(x) for x in lists], True, -1, "left").to(device)  # -1 on padding
-    return with_positions(ids.clamp(min=0), (ids >= 0).long())
+class BFloat16Cache(transformers.DynamicCache):
+    """Keys and values in bfloat16. Rotary embeddings are float32 and would make the cache float32 too."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.bfloat16(), values.bfloat16(), *others)
 
 
-def with_positions(input_ids, attention_mask):
-    """The model's inputs (B, L), with positions for which left padding does not count."""
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+@contextmanager
+def sampling_cache(args, model):
+    """Switch gradients off, and yield an empty cache of keys and values."""
+    if args.dtype == "bfloat16":
+        # no_grad, since in inference mode autocast would cast the weights anew for every token.
+        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
+            yield BFloat16Cache(config=model.config)
+    else:
+        with torch.inference_mode():
+            yield transformers.DynamicCache(config=model.config)
 
 
-def load_rows(args, flag, name, split, model, tokenizer, least=1):
-    """The rows of a dataset with the token ids of their prompts as prompt_ids; too long ones are left out."""
-    path, where, longest = locate(name), f"--{flag} {name}", args.max_prompt_length
-    kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    source = {"path": kind, "data_files": path, "split": "train"} if kind else {"path": path, "split": split}
+def load_rows(args, flag, name, split, model, tokenizer, min_rows=1):
+    """The rows of a dataset, with the token ids of each prompt as prompt_ids. Long prompts are left out."""
+    where = f"--{flag} {name}"
+    path = locate(name)
     with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
-        # what is local is streamed, since the cache may hold an older folder of that name
-        rows = list(datasets.load_dataset(**source, streaming=Path(path).exists()))
+        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
+        file_type = {".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
+        if file_type:
+            rows = list(datasets.load_dataset(file_type, data_files=path, split="train", streaming=True))
+        else:
+            rows = list(datasets.load_dataset(path, split=split, streaming=Path(path).exists()))
         for number, row in enumerate(rows):
             prompt = row.get("prompt")
-            is_text = isinstance(prompt, str)
             check(prompt, f"{where}: row {number} has an empty prompt, or none; fill in the column `prompt`")
-            check(is_text or tokenizer.chat_template, f"{where}: has chats, --model no chat template")
-            template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
-            row["prompt_ids"] = (tokenizer if is_text else template)(prompt)["input_ids"]
-    kept = [row for row in rows if 0 < len(row["prompt_ids"]) <= longest]
-    text = f"{len(kept)} of {len(rows)} prompts have 1 to --max_prompt_length {longest} tokens"
-    check(len(kept) >= least, f"{where}: {text}; give {least} or more")
-    say(f"{flag}: {text}")
+            if isinstance(prompt, str):
+                encoded = tokenizer(prompt)
+            else:
+                check(tokenizer.chat_template, f"{where}: has chats, which need a --model with a template")
+                encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+            row["prompt_ids"] = encoded["input_ids"]
+
+    longest = args.max_prompt_length
+    kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= longest]
+    summary = f"{len(kept)} of {len(rows)} prompts have 1 to --max_prompt_length {longest} tokens"
+    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more")
+    say(f"{flag}: {summary}")
+    needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    total = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
-    text = f"--max_response_length {args.max_response_length}: makes {total} tokens with the longest prompt"
-    check(total <= limit, f"{text}, the model has {limit} positions; lower it, or --max_prompt_length")
+    message = f"--max_response_length {args.max_response_length}: {needed} tokens with the longest prompt"
+    check(needed <= limit, f"{message}, the model has {limit} positions; lower it")
     return kept
 
 
-def exact_answer(marker, /, completions, answer=(None,), **columns):
-    """1 if the text after the last marker (all of it without a marker) equals the answer, else 0."""
-    check(None not in answer, "--reward exact_answer: fill in the column `answer` in all rows of the dataset")
-    return [
-        float(text.rpartition(marker)[2].strip() == str(right).strip())
-        for text, right in zip(completions, answer)
-    ]
+@dataclass
+class Reward:
+    where: str  # the flag and its value, for error messages
+    function: Callable  # (prompts, completions, truncated, **other columns) -> one score per completion
 
 
 def load_reward(args, flag, name, device):
-    """The flag for error messages, and a function (prompts, completions, truncated, **columns) -> scores."""
-    where, (path, _, function) = f"--{flag} {name}", locate(name).partition(":")
+    """The rule exact_answer, a function in a file, or a reward model."""
+    where = f"--{flag} {name}"
     if name == "exact_answer":
-        return where, functools.partial(exact_answer, args.answer_marker)
-    if path.endswith(".py"):
+        return Reward(where, functools.partial(exact_answer, args.answer_marker))
+    file, _, function = name.partition(":")
+    if file.endswith(".py"):
         with explain(where, "use file.py:function"):
-            return where, runpy.run_path(path)[function]
+            return Reward(where, runpy.run_path(locate(file))[function])
     model, tokenizer = load(args, transformers.AutoModelForSequenceClassification, flag, name, device)
-    outputs = model.config.num_labels
-    check(outputs == 1, f"{where}: has {outputs} outputs; use a reward model, which has 1")
-    model.config.get_text_config().pad_token_id = -1  # its forward then takes the last column, left-padded
-    return where, functools.partial(model_scores, model, tokenizer, args.micro_batch_size)
+    check(model.config.num_labels == 1, f"{where}: has several outputs; use a reward model, which has 1")
+    # transformers scores the last token that is not pad_token_id. No token is -1: that is the last column.
+    model.config.get_text_config().pad_token_id = -1
+    return Reward(where, functools.partial(model_scores, model, tokenizer, args.micro_batch_size))
 
 
-def model_scores(model, tokenizer, size, /, prompts, completions, truncated, **columns):
-    """Score text by the reward model's own template and tokenizer, with its EOS where the response ended."""
-    template, eos, texts = tokenizer.apply_chat_template, tokenizer.eos_token_id, []
-    for prompt, completion, cut in zip(prompts, completions, truncated):
+# Arguments before a / are positional only: a column of the dataset may be called `marker` or `model`.
+def exact_answer(marker, /, completions, answer=None, **columns):
+    """1 if the text after the last marker (all of it without a marker) equals the answer, else 0."""
+    is_complete = answer is not None and None not in answer
+    check(is_complete, "--reward exact_answer: fill in the column `answer` of the dataset in all rows")
+    pairs = zip(completions, answer)
+    return [float(text.rpartition(marker)[2].strip() == str(expected).strip()) for text, expected in pairs]
+
+
+def model_scores(model, tokenizer, batch_size, /, prompts, completions, truncated, **columns):
+    """The scores of a reward model, which reads texts with its own tokenizer and chat template."""
+    id_lists = []
+    for prompt, completion, is_truncated in zip(prompts, completions, truncated):
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
         if not tokenizer.chat_template:
             ids = tokenizer(prompt)["input_ids"] + ids
-        elif cut:
-            ids = template(chat, add_generation_prompt=True)["input_ids"] + ids
+        elif is_truncated:  # the turn stays open
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] + ids
         else:
-            ids = template([*chat, {"role": "assistant", "content": completion}])["input_ids"]
-        texts.append(ids if cut or eos in ids[-2:] else [*ids, eos])
-    batches = [left_pad(texts[i : i + size], model.device) for i in range(0, len(texts), size)]
-    return torch.cat([model(**batch, use_cache=False).logits[:, 0] for batch in batches]).tolist()
-
-
-def decode(tokenizer, generated, **options):
-    """The texts of generated responses."""
-    sequences, _, mask, *_ = generated
-    responses = sequences[:, -mask.shape[1] :][mask].split(mask.sum(1).tolist())
-    return tokenizer.batch_decode(responses, **options)
-
-
-@torch.no_grad()
-def score(args, reward, tokenizer, rows, generated):
-    """Scores (B,) of generated responses to the prompts of rows."""
-    (where, function), truncated = reward, generated[-1]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    columns |= {"prompts": columns.pop("prompt"), "truncated": truncated.tolist()}
-    columns["completions"] = decode(tokenizer, generated, skip_special_tokens=True)
-    with explain(where, "fix it"):
-        scores = torch.tensor(function(**columns), dtype=torch.float32, device=truncated.device)
-    wrong = f"{where}: gave {list(scores.shape)} scores, not {len(rows)}, or one that is not finite; fix it"
-    check(scores.shape == truncated.shape and scores.isfinite().all(), wrong)
+            chat = [*chat, {"role": "assistant", "content": completion}]
+            ids = tokenizer.apply_chat_template(chat)["input_ids"]
+        # A template may have added the EOS, and a newline behind it.
+        if not is_truncated and tokenizer.eos_token_id not in ids[-2:]:
+            ids += [tokenizer.eos_token_id]
+        id_lists.append(ids)
+    scores = []
+    for i in range(0, len(id_lists), batch_size):
+        ids, mask = left_pad(id_lists[i : i + batch_size], model.device)
+        scores += model(**model_inputs(ids, mask), use_cache=False).logits[:, 0].tolist()
     return scores
 
 
-def process_scores(args, scores, truncated):
-    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
-    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
-    if args.reward_zscore:  # every rank has the same number
-        scores = scores - all_sum(scores.mean()) / WORLD_SIZE
-        scores = scores / (all_sum(scores.square().mean()) / WORLD_SIZE).sqrt().clamp(min=1e-4)
-    return scores if args.reward_clip is None else scores.clamp(-args.reward_clip, args.reward_clip)
+def decode(tokenizer, rollout, skip_special_tokens):
+    """The texts of the responses."""
+    mask = rollout["response_mask"]
+    responses = rollout["sequences"][:, -mask.shape[1] :]
+    without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
+    return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)
 
 
-def describe(tokenizer, rows, generated, scores):
+@torch.no_grad()
+def score(reward, tokenizer, rows, rollout):
+    """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["prompts"] = columns.pop("prompt")
+    columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
+    columns["truncated"] = rollout["truncated"].tolist()
+    with explain(reward.where, "fix the reward"):
+        scores = torch.tensor(reward.function(**columns), dtype=torch.float32)
+    is_valid = scores.shape == (len(rows),) and scores.isfinite().all()
+    check(is_valid, f"{reward.where}: did not give {len(rows)} finite scores; fix it")
+    return scores.to(rollout["truncated"].device)
+
+
+def describe(tokenizer, rows, rollout):
     """Prompts, responses with their special tokens, and scores, for samples.jsonl."""
-    parts = zip(rows, decode(tokenizer, generated), scores.tolist())
-    return [{"prompt": row["prompt"], "response": text, "score": score} for row, text, score in parts]
+    responses = decode(tokenizer, rollout, skip_special_tokens=False)
+    parts = zip(rows, responses, rollout["raw_scores"].tolist())
+    return [{"prompt": row["prompt"], "response": text, "score": x} for row, text, x in parts]
 
 
-def evaluate(args, policy, tokenizer, reward, rows):
-    """The mean score of each group of rows over all ranks, from greedy responses, and three samples."""
-    scores, samples, groups = torch.zeros(len(rows), device=policy.device), [], defaultdict(list)
-    size = args.batch_size // WORLD_SIZE
-    for start in range(RANK * size, len(rows), args.batch_size):
-        mine = slice(start, start + size)
-        generated = generate(policy, tokenizer, [row["prompt_ids"] for row in rows[mine]], args, greedy=True)
-        scores[mine] = score(args, reward, tokenizer, rows[mine], generated)
-        samples += describe(tokenizer, rows[mine], generated, scores[mine])
-    for row, x in zip(rows, all_sum(scores).tolist()):
-        groups[f"eval/score/{row.get('group', 'all')}"].append(x)
-    return {name: sum(x) / len(x) for name, x in groups.items()}, samples[:: len(samples) // 3 + 1]
-
-
-@contextmanager
-def explain(what, remedy):
-    """Turn a library's exception, which may not name the thing, into one sentence that does."""
-    try:
-        yield
-    except Exception as error:
-        check(False, f"{what}: {error!r:.300}; {remedy}")
+def evaluate(args, policy, tokenizer, reward, dataset):
+    """The mean score of greedy responses for each value of the column `group`, over all ranks; samples."""
+    scores = torch.zeros(len(dataset), device=policy.device)
+    samples = []
+    local_batch = args.batch_size // WORLD_SIZE
+    for first in range(RANK * local_batch, len(dataset), args.batch_size):
+        rows = dataset[first : first + local_batch]
+        rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
+        scores[first : first + len(rows)] = rollout["raw_scores"]
+        samples += describe(tokenizer, rows, rollout)
+    groups = defaultdict(list)
+    for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
+        groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
+    metrics = {name: sum(x) / len(x) for name, x in groups.items()}
+    return metrics, samples[:3]
 
 
 @contextmanager
 def replacing(path):
-    """Yield a temporary path that then replaces path, so that path is always whole, old or new."""
+    """Yield a temporary path, and rename it to path at the end: path is always complete, old or new."""
     temporary = path.with_suffix(".tmp")
-    with explain(path, "make room and give the same command again"):
+    with explain(path, "make room on the disk and give the same command again"):
         yield temporary
         temporary.replace(path)
 
 
 def find_run(args):
-    """The run folder, its flags, and its checkpoint or None. Refuses flags that would make it another run."""
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(args.run_dir or f"runs/{name}")
-    file, path = run_dir / "args.json", run_dir / "checkpoint.pt"
-    paths = "model dataset eval_dataset reward eval_reward".split()
-    flags = {k: locate(v) if v and k in paths else v for k, v in vars(args).items()} | {"ranks": WORLD_SIZE}
-    old = json.loads(file.read_text()) if file.exists() else flags
-    free = "run_dir eval_every log_every save_every track micro_batch_size gradient_checkpointing".split()
-    free += ["num_iterations"] * (args.lr_schedule == "constant_with_warmup")  # others depend on it
-    changed = [f"--{k} {v}, was {old.get(k)}" for k, v in flags.items() if v != old.get(k) and k not in free]
-    check(not changed, f"--run_dir {run_dir}: is another run ({changed}); use its flags or a new folder")
+    """The run folder, the args to save in it, its checkpoint or None. Refuses a folder of another run."""
+    new_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(args.run_dir or new_dir)  # only rank 0 writes there
+    saved_args = vars(args) | {"ranks": WORLD_SIZE}
+    if (run_dir / "args.json").exists():
+        old_flags = json.loads((run_dir / "args.json").read_text())
+        may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
+        may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
+        if args.lr_schedule == "constant_with_warmup":  # others depend on num_iterations
+            may_change += ["num_iterations"]
+        changed = [
+            f"--{flag} {value}, was {old_flags.get(flag)}"
+            for flag, value in saved_args.items()
+            if value != old_flags.get(flag) and flag not in may_change
+        ]
+        check(not changed, f"--run_dir {run_dir}: is another run ({changed}); use its flags or a new folder")
+    path = run_dir / "checkpoint.pt"
     with explain(path, "restore it, or delete it to start over"):
-        return run_dir, flags, torch.load(path, "cpu", weights_only=True) if path.exists() else None
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True) if path.exists() else None
+    return run_dir, saved_args, checkpoint
 
 
-def start_run(args, run_dir, flags, checkpoint):
-    """Make the run folder, or cut its logs back to what the checkpoint has seen."""
+def start_run(args, run_dir, saved_args, checkpoint):
+    """Make the run folder, or cut its logs back to the checkpoint. Returns wandb's run with --track."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with replacing(run_dir / "args.json") as path:
-        path.write_text(json.dumps(flags, indent=2))
+        path.write_text(json.dumps(saved_args, indent=2))
     shutil.copy(__file__, run_dir)
-    shutil.rmtree(run_dir / "model", ignore_errors=True)  # that of fewer iterations
+    shutil.rmtree(run_dir / "model", ignore_errors=True)  # the result of a shorter run
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
             file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)
     if args.track:
         import wandb
 
-        return wandb.init(id=run_dir.name, resume="allow", config=flags)
+        return wandb.init(id=run_dir.name, resume="allow", config=saved_args)
 
 
-def log(run_dir, track, iteration, metrics, samples, late=False):
-    """Add to metrics.jsonl and samples.jsonl on rank 0, and print if there are samples or it is late."""
-    for path, lines in zip([run_dir / name for name in LOGS], ([metrics], samples)) if RANK == 0 else ():
-        with explain(path, "make room and give the same command again"), open(path, "a") as file:
-            file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
-    if track:
-        track.log(metrics, step=iteration)
-    if samples or late:
-        few = "score kl response_length tokens_per_second".split()
-        shown = [name for name in metrics if name in few or "eval/" in name]
-        say(f"iteration {iteration:4d}   " + "   ".join(f"{name} {metrics[name]:.3f}" for name in shown))
-    for x in samples:
-        say(f"    {x['score']:5.2f}  {str(x['prompt'])[-80:]!r} -> {x['response']!r}")
+def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
+    """On rank 0, add to the logs of the run, and print the main metrics and the samples if show is true."""
+    if RANK > 0:
+        return
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
+    with open(run_dir / "samples.jsonl", "a") as file:
+        for sample in samples:
+            file.write(json.dumps({"iteration": iteration} | sample) + "\n")
+    if wandb_run:
+        wandb_run.log(metrics, step=iteration)
+    if show:
+        shown = ["score", "kl", "response_length", "tokens_per_second"]
+        texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
+        say(f"iteration {iteration:4d}   " + "   ".join(texts))
+        for sample in samples:
+            say(f"    {sample['score']:5.2f}  {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs; the logs, whose sizes it holds, are put on the disk first."""
-    state, sizes = {name: part.state_dict() for name, part in state.items()}, {}
+    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
             os.fsync(file)
-            sizes[name] = file.tell()
+            checkpoint["log_sizes"][name] = file.tell()
     with replacing(run_dir / "checkpoint.pt") as path, open(path, "wb") as file:
-        torch.save(state | {"iteration": iteration, "log_sizes": sizes}, file)
+        torch.save(checkpoint, file)
         file.flush()
         os.fsync(file)
 

@@ -44,21 +44,22 @@ def fixed_response(tokenizer, ids: list[int], number: int) -> list[int]:
     return response[: 4 + (sum(ids) * 3 + number * 5) % 9]
 
 
-def fixed_generate(script, model, tokenizer, prompts, args, greedy=False):
+def fixed_generate(script, model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """What script.generate gives. The log-probs are a little off the policy's, so that ratios are not 1."""
-    copies = [0 if greedy else 1 + prompts[:i].count(ids) for i, ids in enumerate(prompts)]
-    responses = [fixed_response(tokenizer, *pair) for pair in zip(prompts, copies)]
+    pairs = [(ids, 0 if greedy else 1 + i) for ids in prompts for i in range(samples_per_prompt)]
+    responses = [fixed_response(tokenizer, ids, number) for ids, number in pairs]
     P, T = max(map(len, prompts)), args.max_response_length
-    sequences, attention_mask = torch.zeros(2, len(prompts), P + T, dtype=torch.long)
-    for i, (prompt, response) in enumerate(zip(prompts, responses)):
+    sequences, attention_mask = torch.zeros(2, len(pairs), P + T, dtype=torch.long)
+    for i, ((prompt, _), response) in enumerate(zip(pairs, responses)):
         sequences[i, P - len(prompt) : P + len(response)] = torch.tensor(prompt + response)
         attention_mask[i, P - len(prompt) : P + len(response)] = 1
     mask = attention_mask[:, P:].bool()
+    rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": mask}
     with torch.no_grad():
-        logprobs = script.token_logprobs(model, sequences, attention_mask, T, args.temperature)
+        logprobs = script.token_logprobs(model, rollout, args.temperature)
     noise = (sequences[:, P:] * torch.arange(1, T + 1)).to(logprobs.dtype).mul(7.1).sin() * 0.3 * mask
-    ended = torch.tensor([response[-1] == 1 for response in responses])
-    return sequences, attention_mask, mask, logprobs + noise, noise.abs(), ~ended
+    rollout |= {"old_logprobs": logprobs + noise, "entropy": noise.abs()}
+    return rollout | {"truncated": torch.tensor([response[-1] != 1 for response in responses])}
 
 
 MODELS = {}  # loaded once for all cases
@@ -72,13 +73,15 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
     """Run the script's main and return what it did. There is a gradient for each step of an optimizer, and an
     entry of calls for each call of policy_loss."""
     seen = {"gradients": [], "calls": [], "prompts": [], "responses": [], "advantages": [], "scores": []}
-    trained = {}
+    trained, loaded = {}, []
     load, score, generate, clip = script.load, script.score, script.generate, torch.nn.utils.clip_grad_norm_
     compute_advantages, policy_loss = script.compute_advantages, script.policy_loss
 
     def load_copy(args, auto_class, flag, name, device):
         """With a fixed rollout the reference is another model than the policy, so that their KL is not 0."""
-        name = name if sample or "Auto" in auto_class.__name__ else "toy/base"
+        loaded.append(flag)
+        is_reference = loaded == ["model", "model"] and getattr(script.Args, "kl_coef", 0) != 0
+        name = "toy/base" if is_reference and not sample else name
         if name not in MODELS:
             MODELS[name] = load(args, auto_class, flag, name, device)
         model, tokenizer = MODELS[name]
@@ -90,14 +93,15 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
         weight.copy_(torch.linspace(-1, 1, weight.numel()))
         return critic
 
-    def recording_generate(model, tokenizer, prompts, args, greedy=False):
+    def recording_generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
         source = generate if sample else functools.partial(fixed_generate, script)
-        generated = source(model, tokenizer, prompts, args, greedy)
+        rollout = source(model, tokenizer, prompts, args, samples_per_prompt, greedy)
         if not greedy:
-            sequences, mask = generated[0], generated[2]
-            responses = [x[m].tolist() for x, m in zip(sequences[:, -mask.shape[1] :], mask)]
-            seen["prompts"], seen["responses"] = seen["prompts"] + prompts, seen["responses"] + [responses]
-        return generated
+            mask = rollout["response_mask"]
+            pairs = zip(rollout["sequences"][:, -mask.shape[1] :], mask)
+            seen["prompts"] += [ids for ids in prompts for _ in range(samples_per_prompt)]
+            seen["responses"].append([ids[m].tolist() for ids, m in pairs])
+        return rollout
 
     def recording_advantages(args, rollout):
         result = compute_advantages(args, rollout)
@@ -107,12 +111,12 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
         seen["scores"] += zip(*(rollout[name].tolist() for name in names))
         return result
 
-    def recording_loss(args, mb, logprobs, num_sequences, num_tokens):
-        mask = mb["response_mask"]
-        deviation = float((logprobs - mb["logprobs"])[mask].detach().exp().sub(1).abs().max())
+    def recording_loss(args, batch, logprobs, num_sequences, num_tokens):
+        mask = batch["response_mask"]
+        deviation = float((logprobs - batch["old_logprobs"])[mask].detach().exp().sub(1).abs().max())
         counts = len(mask), int(mask.sum()), int(num_sequences), int(num_tokens)
         seen["calls"].append((len(seen["gradients"]), counts, deviation))
-        return policy_loss(args, mb, logprobs, num_sequences, num_tokens)
+        return policy_loss(args, batch, logprobs, num_sequences, num_tokens)
 
     def recording_clip(parameters, max_norm):
         parameters = [x for x in parameters if x.grad is not None]
@@ -128,7 +132,7 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
         patch.setattr(script, "compute_advantages", recording_advantages)
         patch.setattr(script, "policy_loss", recording_loss)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)
-        patch.setattr(dist, "init_process_group", lambda: None)  # there is one already
+        patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
         patch.setattr(dist, "destroy_process_group", lambda: None)
         if hasattr(script, "load_critic"):
             original_load_critic = script.load_critic
@@ -142,10 +146,10 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
 def main(out: str, cases: str) -> None:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
-        dist.init_process_group(timeout=datetime.timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = []
     for i, case in enumerate(json.loads(Path(cases).read_text())):
-        flags = [*case["flags"], "--run_dir", f"{out}.run{i}"]
+        flags = [*case["flags"], "--run_dir", f"{out}.run{i}", "--device", "cpu"]
         script, dtype = importlib.import_module(case["script"]), getattr(torch, case["dtype"])
         seen = record(script, dtype, flags, case["sample"])
         gradients = digest(seen["gradients"])

@@ -3,7 +3,7 @@
 A script NAME.py has two functions here:
 
     NAME_advantages(args, rollout) -> (B, T), 0 where response_mask is false
-    NAME_loss(args, mb, new, num_sequences, num_tokens) -> loss, share of clipped tokens (None: no clip)
+    NAME_loss(args, batch, new, num_sequences, num_tokens) -> loss, share of clipped tokens (None: no clip)
 
 The loss is a sum over entries of new (B, T), so that autograd differentiates it; all else is plain numbers.
 """
@@ -66,12 +66,12 @@ def returns_to_go(args, rollout) -> list[list[float]]:
     ]
 
 
-def token_terms(mb, new):
+def token_terms(batch, new):
     """For each response token: row, new log-prob (differentiable), ratio, reference log-prob, advantage."""
-    for i, positions in enumerate(tokens(mb["response_mask"])):
+    for i, positions in enumerate(tokens(batch["response_mask"])):
         for t in positions:
-            ratio = (new[i, t] - float(mb["logprobs"][i, t])).exp()
-            yield i, new[i, t], ratio, float(mb["ref_logprobs"][i, t]), float(mb["advantages"][i, t])
+            ratio = (new[i, t] - float(batch["old_logprobs"][i, t])).exp()
+            yield i, new[i, t], ratio, float(batch["ref_logprobs"][i, t]), float(batch["advantages"][i, t])
 
 
 def clipped(ratio, advantage: float, low: float, high: float | None = None):
@@ -94,9 +94,9 @@ def grpo_advantages(args, rollout):
     return spread(scores, rollout["response_mask"])
 
 
-def grpo_loss(args, mb, new, num_sequences, num_tokens):
-    lengths, loss, share = mb["response_mask"].sum(1).tolist(), 0.0, 0.0
-    for i, lp, ratio, ref, advantage in token_terms(mb, new):
+def grpo_loss(args, batch, new, num_sequences, num_tokens):
+    lengths, loss, share = batch["response_mask"].sum(1).tolist(), 0.0, 0.0
+    for i, lp, ratio, ref, advantage in token_terms(batch, new):
         objective, stopped = clipped(ratio, advantage, args.clip_eps)
         k3 = (ref - lp).exp() - 1 - (ref - lp)
         loss = loss + (args.kl_coef * k3 - objective) / lengths[i] / num_sequences
@@ -110,9 +110,9 @@ def reinforce_pp_baseline_advantages(args, rollout):
     return spread([x / std for x in centered], rollout["response_mask"])
 
 
-def reinforce_pp_baseline_loss(args, mb, new, num_sequences, num_tokens):
+def reinforce_pp_baseline_loss(args, batch, new, num_sequences, num_tokens):
     loss, share = 0.0, 0.0
-    for _, lp, ratio, ref, advantage in token_terms(mb, new):
+    for _, lp, ratio, ref, advantage in token_terms(batch, new):
         objective, stopped = clipped(ratio, advantage, args.clip_eps)
         loss = loss + (args.kl_coef * (lp - ref) ** 2 / 2 - objective) / num_tokens
         share += stopped / num_tokens
@@ -128,8 +128,8 @@ def rloo_advantages(args, rollout):
     return spread(in_groups(rewards, args.samples_per_prompt, minus_others), rollout["response_mask"])
 
 
-def rloo_loss(args, mb, new, num_sequences, num_tokens):
-    return -sum(advantage * lp for _, lp, _, _, advantage in token_terms(mb, new)) / num_sequences, None
+def rloo_loss(args, batch, new, num_sequences, num_tokens):
+    return -sum(advantage * lp for _, lp, _, _, advantage in token_terms(batch, new)) / num_sequences, None
 
 
 def reinforce_advantages(args, rollout):
@@ -157,9 +157,9 @@ def dr_grpo_advantages(args, rollout):
     return spread(in_groups(rollout["scores"].tolist(), args.samples_per_prompt, minus_mean), rollout["response_mask"])
 
 
-def dr_grpo_loss(args, mb, new, num_sequences, num_tokens):
+def dr_grpo_loss(args, batch, new, num_sequences, num_tokens):
     loss, share = 0.0, 0.0
-    for _, _, ratio, _, advantage in token_terms(mb, new):
+    for _, _, ratio, _, advantage in token_terms(batch, new):
         objective, stopped = clipped(ratio, advantage, args.clip_eps)
         loss = loss - objective / args.max_response_length / num_sequences
         share += stopped / num_tokens
@@ -174,9 +174,9 @@ def dapo_advantages(args, rollout):
     return spread(in_groups(scores, args.samples_per_prompt, normalized), rollout["response_mask"])
 
 
-def dapo_loss(args, mb, new, num_sequences, num_tokens):
+def dapo_loss(args, batch, new, num_sequences, num_tokens):
     loss, share = 0.0, 0.0
-    for _, _, ratio, _, advantage in token_terms(mb, new):
+    for _, _, ratio, _, advantage in token_terms(batch, new):
         objective, stopped = clipped(ratio, advantage, args.clip_eps_low, args.clip_eps_high)
         loss, share = loss - objective / num_tokens, share + stopped / num_tokens
     return loss, share
@@ -185,22 +185,22 @@ def dapo_loss(args, mb, new, num_sequences, num_tokens):
 gspo_advantages = cispo_advantages = grpo_advantages
 
 
-def gspo_loss(args, mb, new, num_sequences, num_tokens):
+def gspo_loss(args, batch, new, num_sequences, num_tokens):
     """Word for word as in the paper where the advantage is the same on all tokens; else its mean over tokens."""
     loss, share = 0.0, 0.0
-    for i, positions in enumerate(tokens(mb["response_mask"])):
-        ratio = (sum(new[i, t] - float(mb["logprobs"][i, t]) for t in positions) / len(positions)).exp()
+    for i, positions in enumerate(tokens(batch["response_mask"])):
+        ratio = (sum(new[i, t] - float(batch["old_logprobs"][i, t]) for t in positions) / len(positions)).exp()
         for t in positions:
-            advantage = float(mb["advantages"][i, t])
+            advantage = float(batch["advantages"][i, t])
             objective, stopped = clipped(ratio, advantage, args.clip_eps_low, args.clip_eps_high)
             loss = loss - objective / len(positions) / num_sequences
             share += stopped / num_tokens
     return loss, share
 
 
-def cispo_loss(args, mb, new, num_sequences, num_tokens):
+def cispo_loss(args, batch, new, num_sequences, num_tokens):
     loss, share = 0.0, 0.0
-    for _, lp, ratio, _, advantage in token_terms(mb, new):
+    for _, lp, ratio, _, advantage in token_terms(batch, new):
         weight = min(max(float(ratio.detach()), 1 - args.clip_eps_low), 1 + args.clip_eps_high)
         loss = loss - weight * advantage * lp / num_tokens
         share += (weight != float(ratio.detach())) / num_tokens
@@ -212,17 +212,17 @@ def remax_advantages(args, rollout):
     return spread([[x - greedy for x in row] for row, greedy in pairs], rollout["response_mask"])
 
 
-def remax_loss(args, mb, new, num_sequences, num_tokens):
-    return -sum(advantage * lp for _, lp, _, _, advantage in token_terms(mb, new)) / num_tokens, None
+def remax_loss(args, batch, new, num_sequences, num_tokens):
+    return -sum(advantage * lp for _, lp, _, _, advantage in token_terms(batch, new)) / num_tokens, None
 
 
 def reinforce_pp_advantages(args, rollout):
     return spread(whitened(returns_to_go(args, rollout)), rollout["response_mask"])
 
 
-def reinforce_pp_loss(args, mb, new, num_sequences, num_tokens):
+def reinforce_pp_loss(args, batch, new, num_sequences, num_tokens):
     loss, share = 0.0, 0.0
-    for _, _, ratio, _, advantage in token_terms(mb, new):
+    for _, _, ratio, _, advantage in token_terms(batch, new):
         objective, stopped = clipped(ratio, advantage, args.clip_eps)
         loss, share = loss - objective / num_tokens, share + stopped / num_tokens
     return loss, share
@@ -254,11 +254,11 @@ def ppo_returns(args, rollout):
 ppo_loss = reinforce_pp_loss
 
 
-def ppo_value_loss(args, mb, values, num_tokens):
+def ppo_value_loss(args, batch, values, num_tokens):
     loss = 0.0
-    for i, positions in enumerate(tokens(mb["response_mask"])):
+    for i, positions in enumerate(tokens(batch["response_mask"])):
         for t in positions:
-            old, target, eps = float(mb["values"][i, t]), float(mb["returns"][i, t]), args.value_clip_eps
+            old, target, eps = float(batch["values"][i, t]), float(batch["returns"][i, t]), args.value_clip_eps
             near = min(max(values[i, t], old - eps), old + eps)
             loss = loss + 0.5 * max((values[i, t] - target) ** 2, (near - target) ** 2) / num_tokens
     return loss

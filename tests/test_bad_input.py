@@ -103,7 +103,7 @@ ROWS = {
     "model without tokenizer": ("--model {bad}/no_tokenizer", "--model {bad}/no_tokenizer"),
     "model without head": ("--model {bad}/body_only", "--model {bad}/body_only", "1 weights missing"),
     "model without EOS": ("--model {bad}/no_eos", "--model {bad}/no_eos", "no EOS"),
-    "reward model as policy": ("--model {toy}/reward_model", "--model {toy}/reward_model", "right kind"),
+    "reward model as policy": ("--model {toy}/reward_model", "--model {toy}/reward_model", "use another"),
     "dataset missing": ("--dataset no/such.jsonl", "--dataset no/such.jsonl", "use a .jsonl"),
     "dataset out of reach": ("--dataset no/such-dataset", "--dataset no/such-dataset", "a hub id"),
     "dataset empty": ("--dataset {bad}/empty.jsonl", "--dataset {bad}/empty.jsonl"),
@@ -114,7 +114,7 @@ ROWS = {
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
     "prompt null": ("--dataset {bad}/null_prompt.jsonl", "row 1", "`prompt`"),
     "chat empty": ("--dataset {bad}/empty_chat.jsonl", "row 0", "`prompt`"),
-    "chat without template": ("--dataset {bad}/chat.jsonl", "chat.jsonl", "--model", "no chat template"),
+    "chat without template": ("--dataset {bad}/chat.jsonl", "chat.jsonl", "need a --model with a template"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward exact_answer", "`answer`"),
     "answer null": ("--dataset {bad}/null_answer.jsonl", "--reward exact_answer", "`answer`"),
     "held-out data missing": ("--eval_dataset no/such.jsonl", "--eval_dataset no/such.jsonl"),
@@ -125,14 +125,14 @@ ROWS = {
     "reward with a slip": ("--reward exact_anwser", "--reward exact_anwser"),
     "reward raises": ("--reward {bad}/reward.py:raises", "--reward {bad}/reward.py:raises", "is asleep"),
     "reward of other arguments": ("--reward {bad}/reward.py:strict", "--reward {bad}/reward.py", "unexpected"),
-    "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "gave [1] scores, not 16"),
-    "nested scores": ("--reward {bad}/reward.py:nested", "gave [16, 1] scores, not 16"),
+    "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not give 16 finite scores"),
+    "nested scores": ("--reward {bad}/reward.py:nested", "did not give 16 finite scores"),
     "scores that are text": ("--reward {bad}/reward.py:text", "--reward {bad}/reward.py:text"),
     "scores that are None": ("--reward {bad}/reward.py:none", "--reward {bad}/reward.py:none"),
-    "scores not finite": ("--reward {bad}/reward.py:nan", "--reward {bad}/reward.py:nan", "not finite"),
+    "scores not finite": ("--reward {bad}/reward.py:nan", "--reward {bad}/reward.py:nan", "finite scores"),
     "reward model missing": ("--reward no/such-rm", "--reward no/such-rm"),
     "reward model a causal LM": ("--reward {toy}/policy", "--reward {toy}/policy", "1 weights missing"),
-    "reward model of 3 outputs": ("--reward {bad}/three", "--reward {bad}/three", "has 3 outputs"),
+    "reward model of 3 outputs": ("--reward {bad}/three", "--reward {bad}/three", "several outputs"),
     "eval_reward missing": ("--eval_reward no/such-rm", "--eval_reward no/such-rm"),
 }
 
@@ -223,8 +223,32 @@ def test_one_sentence_for_all_ranks(flags, bad, tmp_path):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"} | flags
     words = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
     words = [word.replace("reward.py", f"{bad}/reward.py") for word in words]
-    result = launch(ROOT / "grpo.py", *words, ranks=2, check=False)
+    result = launch(ROOT / "grpo.py", "--device", "cpu", *words, ranks=2, check=False)
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode != 0 and len(said) == 1, result.stderr
-    assert ("not finite" if "reward" in flags else "--batch_size 12: use a multiple of 16") in said[0]
+    assert ("finite scores" if "reward" in flags else "--batch_size 12: use a multiple of 16") in said[0]
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+OWN_FOLDER = """
+import os, runpy, sys
+
+script, folder, *flags = sys.argv[1:]
+sys.argv = [script, "--run_dir", f"{folder}/{os.environ['RANK']}", *flags]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_a_run_folder_that_not_all_ranks_see(bad, tmp_path):
+    """Rank 0 finds a checkpoint and rank 1 none, as on two machines without a common file system."""
+    (tmp_path / "own_folder.py").write_text(OWN_FOLDER)
+    flags = {"dataset": bad / "good.jsonl", "batch_size": 16, "max_response_length": 8, "device": "cpu"}
+    words = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    launch(ROOT / "grpo.py", "--run_dir", tmp_path / "0", "--num_iterations", 1, *words, ranks=2)
+    before = (tmp_path / "0" / "metrics.jsonl").read_bytes()
+    command = [tmp_path / "own_folder.py", ROOT / "grpo.py", tmp_path, "--num_iterations", 2, *words]
+    result = launch(*command, ranks=2, check=False)
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode != 0 and len(said) == 1, result.stderr
+    assert "--run_dir" in said[0] and "use a shared folder" in said[0]
+    assert (tmp_path / "0" / "metrics.jsonl").read_bytes() == before and not (tmp_path / "1").exists()

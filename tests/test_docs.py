@@ -163,8 +163,9 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
 def test_every_metric_is_explained(path):
     """What a script puts into its metrics, by its source, stands in docs/metrics.md."""
     source, table = path.read_text(), (ROOT / "docs" / "metrics.md").read_text()
-    found = set(re.findall(r'\b(?:metrics|stats|sums)\["([\w/]+)"\]', source))
-    for block in re.findall(r"\b(?:metrics|sums) \|?= \{(.*?)\}|return loss, \{(.*?)\}", source):
+    found = set(re.findall(r'\b(?:metrics|stats)\["([\w/]+)"\]', source))
+    blocks = re.findall(r"(?:metrics|stats) \|?= \{(.*?)\n? *\}\n|return loss, \{(.*?)\}", source, re.DOTALL)
+    for block in blocks:
         found |= set(re.findall(r'"([\w/]+)":', "".join(block)))
     assert {"grad_norm", "learning_rate"} < found
     assert found <= set(re.findall(r"`([\w/]+)`", table)), path.name

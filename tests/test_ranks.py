@@ -154,6 +154,17 @@ def test_draws_differ_between_ranks_and_iterations(records, name):
 @pytest.mark.parametrize("name", SKELETONS)
 def test_a_run_on_two_ranks_ends_without_a_word(tmp_path, name):
     """The script itself, as a user starts it: exit code 0, and no warning."""
-    flags = ["--batch_size", 48, "--num_iterations", 2, "--eval_every", 1, "--run_dir", tmp_path / "run"]
+    flags = [
+        "--device",
+        "cpu",
+        "--batch_size",
+        48,
+        "--num_iterations",
+        2,
+        "--eval_every",
+        1,
+        "--run_dir",
+        tmp_path / "run",
+    ]
     result = launch(ROOT / f"{name}.py", *flags, ranks=2)
     assert result.stderr == "" and (tmp_path / "run" / "model" / "config.json").exists()

@@ -19,18 +19,19 @@ ENDED = [True, False, True]
 ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
 
 
-def generated(tokenizer, responses=RESPONSES, ended=ENDED):
+def rollout_of(tokenizer, responses=RESPONSES, ended=ENDED):
     """What generate would give for these responses, the prompts left out but for one token."""
     ids = [tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(responses, ended)]
     T = max(map(len, ids))
     sequences = torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids])
     mask = torch.tensor([[i < len(x) for i in range(T)] for x in ids])
-    return sequences, None, mask, None, None, ~torch.tensor(ended)
+    return {"sequences": sequences, "response_mask": mask, "truncated": ~torch.tensor(ended)}
 
 
 def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
     tokenizer, args = tokenizer or make_tokenizer(), grpo.Args(reward=str(reward), **flags)
-    return grpo.score(args, grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, generated(tokenizer))
+    reward = grpo.load_reward(args, "reward", args.reward, CPU)
+    return grpo.score(reward, tokenizer, rows, rollout_of(tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
     """Two ranks with two scores each: what the other rank adds to a sum stands in for it."""
     mine, other = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 9.0])
     both = torch.cat([mine, other])
-    added = [other.mean(), (other - both.mean()).square().mean()]
+    added = [other.sum(), (other - both.mean()).square().sum()]
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     monkeypatch.setattr(grpo, "all_sum", lambda x: x + added.pop(0))
     z = grpo.process_scores(grpo.Args(reward_zscore=True), mine, torch.zeros(2, dtype=torch.bool))
@@ -204,3 +205,20 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
                 assert torch.equal(x, judge["score.weight"] if start is judge else torch.zeros_like(x))
             else:
                 assert torch.equal(x, start[key.replace("decoder.", "model.", 1)])
+
+
+def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp_path, monkeypatch):
+    rollouts, compute_advantages = [], grpo.compute_advantages
+    watched = lambda args, rollout: rollouts.append(rollout) or compute_advantages(args, rollout)  # noqa: E731
+    monkeypatch.setattr(grpo, "compute_advantages", watched)
+    # A penalty changes scores, and with them which groups are equal; the metric is of what the reward gives.
+    flags = {"samples_per_prompt": 4, "batch_size": 32, "num_iterations": 4, "missing_eos_penalty": 0.5}
+    run("grpo", run_dir=tmp_path / "grpo", **flags)
+    shares = []
+    for rollout, line in zip(rollouts, read_jsonl(tmp_path / "grpo" / "metrics.jsonl"), strict=True):
+        groups = rollout["raw_scores"].view(-1, 4).tolist()
+        shares.append(sum(len(set(group)) == 1 for group in groups) / len(groups))
+        assert line["equal_groups"] == shares[-1]
+    assert len(set(shares)) > 1
+    run("reinforce", run_dir=tmp_path / "reinforce")
+    assert "equal_groups" not in read_jsonl(tmp_path / "reinforce" / "metrics.jsonl")[0]

