@@ -120,8 +120,11 @@ def make_data():
         for x in models[name].parameters():
             x.data += noise * torch.randn_like(x)
     prompts = [json.loads(line)["prompt"] for line in (ROOT / "toy" / "train.jsonl").open()][:4]
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts for _ in range(K)]
-    sequences, attention_mask, mask, *_ = grpo.generate(models["old"], tokenizer, ids, grpo.Args())
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    rollout = grpo.generate(models["old"], tokenizer, ids, grpo.Args(), K)
+    sequences, attention_mask, mask = (
+        rollout[name] for name in ("sequences", "attention_mask", "response_mask")
+    )
     scores = [[0, 0, 1, 0, 1, 0, 0, 1], [0.25] * 8, [-1, 2, 0.5, 0, 3, -0.5, 1, 1], [0] * 7 + [1]]
     values = torch.rand(2, *mask.shape).double() * mask
     data = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": mask}
@@ -131,8 +134,8 @@ def make_data():
     }
     data |= {"values": values[0], "new_values": values[1].requires_grad_()}
     with torch.no_grad():
-        for key, name in {"logprobs": "old", "ref_logprobs": "ref", "new_logprobs": "new"}.items():
-            data[key] = grpo.token_logprobs(models[name], sequences, attention_mask, L_MAX, 1.0)
+        for key, name in {"old_logprobs": "old", "ref_logprobs": "ref", "new_logprobs": "new"}.items():
+            data[key] = grpo.token_logprobs(models[name], data, 1.0)
     return models, tokenizer, prompts, data
 
 
@@ -151,8 +154,8 @@ def ours(script, flags, models, data):
     args = tyro.cli(module.Args, args=flags.split(), use_underscores=True)
     counts = len(data["scores"]), data["response_mask"].sum()
     rollout = data | module.compute_advantages(args, data)
-    for _, mb, inputs in module.micro_batches(rollout, torch.arange(counts[0]), counts[0] // 2):
-        logprobs = module.token_logprobs(models["new"], *inputs, args.temperature)
+    for _, mb in module.micro_batches(rollout, torch.arange(counts[0]), counts[0] // 2):
+        logprobs = module.token_logprobs(models["new"], mb, args.temperature)
         loss, _ = module.policy_loss(args, mb, logprobs, *counts)
         if script == "ppo":
             loss = loss + module.value_loss(args, mb, mb["new_values"], counts[1])[0]
@@ -164,10 +167,10 @@ def verl(flags, models, data):
     config, mask, rows = flags_of(flags), data["response_mask"], torch.arange(len(data["scores"]))
     algorithm = AlgoConfig(**OmegaConf.to_container(config.algorithm))
     actor = OmegaConf.to_container(config.get("actor", OmegaConf.create()))
-    token_scores = torch.zeros_like(data["logprobs"])
+    token_scores = torch.zeros_like(data["old_logprobs"])
     token_scores[rows, mask.sum(1) - 1] = data["scores"]
     tensors = {"response_mask": mask.long(), "token_level_scores": token_scores, "values": data["values"]}
-    tensors |= {"old_log_probs": data["logprobs"], "ref_log_prob": data["ref_logprobs"]}
+    tensors |= {"old_log_probs": data["old_logprobs"], "ref_log_prob": data["ref_logprobs"]}
     tensors |= {"reward_baselines": data["greedy_scores"], "token_level_rewards": token_scores.clone()}
     batch = DataProto.from_dict(tensors, {"uid": (rows // K).numpy()})
     if algorithm.use_kl_in_reward:
@@ -180,7 +183,7 @@ def verl(flags, models, data):
     batch.update({key: NonTensorData(x) for key, x in counts.items()})
     policy_loss = {"loss_mode": actor.pop("policy_loss", {}).get("loss_mode", "vanilla")}
     actor = ActorConfig(strategy="fsdp", rollout_n=K, use_dynamic_bsz=True, policy_loss=policy_loss, **actor)
-    logprobs = grpo.token_logprobs(models["new"], data["sequences"], data["attention_mask"], L_MAX, 1.0)
+    logprobs = grpo.token_logprobs(models["new"], data, 1.0)
     with mock.patch.object(verl_losses, "no_padding_2_padding", lambda x, data: x):  # ours are padded already
         verl_losses.ppo_loss(actor, {"log_probs": logprobs}, batch)[0].backward()
         if algorithm.adv_estimator == "gae":
@@ -193,7 +196,7 @@ def verl(flags, models, data):
 
 def openrlhf(flags, models, data):
     args, mask = OmegaConf.merge(flags_of(OPENRLHF_DEFAULTS), flags_of(flags)), data["response_mask"]
-    options, old, ref = args.algo.kl, data["logprobs"], data["ref_logprobs"]
+    options, old, ref = args.algo.kl, data["old_logprobs"], data["ref_logprobs"]
     strategy, coef = mock.MagicMock(args=args), types.SimpleNamespace(value=options.init_coef)
     strategy.backward = lambda loss, *rest: loss.backward()
     maker = experience_maker.RemoteExperienceMaker(None, None, None, None, coef, strategy, None)
@@ -202,7 +205,7 @@ def openrlhf(flags, models, data):
     tensors |= {"values": data["values"], "rewards": data["scores"].clone(), "response_length": mask.sum(1)}
     experience = Experience(**tensors, index=list(range(len(mask))))
     maker.compute_advantages_and_returns([experience])
-    logprobs = grpo.token_logprobs(models["new"], data["sequences"], data["attention_mask"], L_MAX, 1.0)
+    logprobs = grpo.token_logprobs(models["new"], data, 1.0)
     trainer = mock.MagicMock(args=args, strategy=strategy, aux_loss=False, ema_model=None)
     trainer.actor.return_value, trainer.critic.return_value = (logprobs, None), (data["new_values"], None)
     token_level, clip = args.actor.loss_agg_mode == "token-mean", args.actor.eps_clip_low_high
@@ -304,8 +307,8 @@ def offline(script, flags, name, options, models, tokenizer):
 def measure(script, flags, peer, peer_flags, models, tokenizer, prompts, data):
     """Cosine and relative difference of both gradients."""
     if script in ("reinforce", "rloo", "remax"):  # one step per rollout: the policy is the one that sampled
-        data, models = data | {"logprobs": data["new_logprobs"]}, models | {"old": models["new"]}
-    data = data | {"kl": data["logprobs"] - data["ref_logprobs"]}
+        data, models = data | {"old_logprobs": data["new_logprobs"]}, models | {"old": models["new"]}
+    data = data | {"kl": data["old_logprobs"] - data["ref_logprobs"]}
     name, *words = peer_flags.split()
     options = (
         {key: yaml.safe_load(x) for key, x in (word.split("=") for word in words)} if peer == "TRL" else {}

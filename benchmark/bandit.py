@@ -83,7 +83,7 @@ def measure(name: str, logits: torch.Tensor, scores: torch.Tensor, k: int, size:
         action = torch.multinomial(probs[prompt], 1, generator=g)  # (B, 1)
         logprobs = logits[prompt].log_softmax(1).gather(1, action)  # (B, 1)
         rollout = {"scores": scores[prompt].gather(1, action)[:, 0], "response_mask": mask, "kl": zero}
-        rollout |= {"logprobs": logprobs, "ref_logprobs": logprobs, "greedy_scores": greedy[prompt]}
+        rollout |= {"old_logprobs": logprobs, "ref_logprobs": logprobs, "greedy_scores": greedy[prompt]}
         rollout["values"] = values[prompt][:, None]
         rollout |= script.compute_advantages(flags, rollout)
         leaf = logprobs.clone().requires_grad_()

@@ -65,17 +65,17 @@ def ratios(task: str, dtype: str) -> dict:
     model, tokenizer = rloo.load(args, auto, "model", args.model, device)
     rows = rloo.load_rows(args, "dataset", str(ROOT / dataset), "train", model, tokenizer)
     torch.manual_seed(1)
-    names = "sequences", "attention_mask", "response_mask", "sampled"
-    prompts = [row["prompt_ids"] for row in rows[:4] for _ in range(8)]
-    rollout = dict(zip(names, rloo.generate(model, tokenizer, prompts, args)))
+    prompts = [row["prompt_ids"] for row in rows[:4]]
+    rollout = rloo.generate(model, tokenizer, prompts, args, samples_per_prompt=8)
     again = {}
     for size in (16, 5):
-        again[size] = torch.zeros_like(rollout["sampled"])
-        for index, _, inputs in rloo.micro_batches(rollout, torch.arange(len(prompts)), size):
-            again[size][index, : inputs[2]] = rloo.token_logprobs(model, *inputs, 1.0)
+        again[size] = torch.zeros_like(rollout["old_logprobs"])
+        for index, batch in rloo.micro_batches(rollout, torch.arange(32), size):
+            logprobs = rloo.token_logprobs(model, batch, 1.0)
+            again[size][index, : logprobs.shape[1]] = logprobs
     mask, found = rollout["response_mask"], {}
     for name, old in {
-        "sampled against recomputed": rollout["sampled"],
+        "sampled against recomputed": rollout["old_logprobs"],
         "16 rows against 5": again[5],
     }.items():
         log_ratio = (again[16] - old) * mask

@@ -62,9 +62,9 @@ def train(label: str, seed: int) -> list[dict]:
     script = importlib.import_module(name)
     lines, now = [], {"tokens": 0}
 
-    def watched_score(args, reward, tokenizer, rows, generated, score=script.score):
-        scores = score(args, reward, tokenizer, rows, generated)
-        now["tokens"] += int(generated[2].sum())
+    def watched_score(reward, tokenizer, rows, rollout, score=script.score):
+        scores = score(reward, tokenizer, rows, rollout)
+        now["tokens"] += int(rollout["response_mask"].sum())
         now.setdefault("rule", []).extend(x for row, x in zip(rows, scores.tolist()) if row["kind"] == "rule")
         return scores
 

@@ -74,7 +74,7 @@ def kept(config, rows, length, bfloat16=False):
 
         ids, mask = torch.ones(2, rows, length, dtype=torch.long)
         mask[0, 0] = 0  # some padding, since without any there would be no mask to keep
-        inputs = grpo.with_positions(ids, mask)
+        inputs = grpo.model_inputs(ids, mask)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             model.get_decoder()(**inputs, use_cache=False)
     return model.num_parameters(), sum(sizes.values())
@@ -88,21 +88,20 @@ def parts(config, rows, micro_rows, prompt, response, bfloat16=False, checkpoint
     layer = activations / layers
     if checkpointing:  # every layer's input, and one layer whole
         activations = layers * micro_rows * length * width * 4 + layer
-    logits = min(grpo.MAX_LOGITS, micro_rows * response * vocab) * 4
+    logits = micro_rows * (response + 1) * vocab * 4
     result = {"parameters": count, "weights": 4 * count, "gradients": 4 * count, "AdamW": 8 * count}
-    result |= {"reference": 4 * count * reference, "copy": 2 * count * bfloat16, "vector": 4 * count}
+    result |= {"reference": 4 * count * reference, "copy": 2 * count * bfloat16}
     result["cache"] = rows * length * 2 * layers * config.num_key_value_heads * head * (2 if bfloat16 else 4)
     result["sampling"] = 6 * rows * vocab * 4  # logits, and what is made of them
-    # While going back: logits and what is made of them with the head's gradient, or the gradients of a layer
-    result |= {"activations": activations, "logits": max(4 * logits + 4 * vocab * width, 2 * layer)}
+    # In the backward pass: log-probs, their gradient and that of the logits, or the gradients of a layer
+    result |= {"activations": activations, "logits": max(3 * logits + 4 * vocab * width, 2 * layer)}
     return result
 
 
 def peak(x):
-    """Bytes at most: what is always there, and the largest of rollout, backward pass and the ranks' one vector."""
+    """Bytes at most: what is always there, and the larger of rollout and backward pass."""
     always = x["weights"] + x["gradients"] + x["AdamW"] + x["reference"]
-    moments = x["copy"] + x["cache"] + x["sampling"], x["copy"] + x["activations"] + x["logits"]
-    return always + max(*moments, x["vector"] * (x["copy"] > 0))
+    return always + x["copy"] + max(x["cache"] + x["sampling"], x["activations"] + x["logits"])
 
 
 def measure():
@@ -153,11 +152,13 @@ def checks_table():
         json.loads(RESULTS.read_text()),
     )
     rows = []
-    for label, (_, options) in memory.CASES.items():
-        if options["shape"] is memory.DEEP or "in pieces" in label:
-            options = PASS | {"checkpointing": options.get("checkpointing", False)}
-            x = parts(transformers.Qwen2Config(**memory.CASES[label][1]["shape"]), **options)
-            rows.append((f"a pass, {label}", x["activations"] + x["logits"], gib["gib"][label]))
+    for label, case in memory.CASES.items():
+        if "logsumexp" in case:
+            continue
+        options = PASS | {"checkpointing": case.get("checkpointing", False)}
+        options |= {"micro_rows": case.get("rows", 8), "response": case.get("response", 256)}
+        x = parts(transformers.Qwen2Config(**case["shape"]), **options)
+        rows.append((f"a pass, {label}", x["activations"] + x["logits"], gib["gib"][label]))
     for flags, options in RUNS.items():
         x, measured = parts(config_of("SmolLM2-135M"), **options), runs["gib"][flags] - runs["gib"]["toy"]
         rows.append((f"SmolLM2-135M, `{f'grpo.py {flags}'.strip()}`", peak(x), measured))

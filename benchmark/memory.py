@@ -1,4 +1,4 @@
-"""What logits in pieces and recomputed activations save: the peak memory of one forward and backward pass.
+"""The peak memory of one forward and backward pass: what logits take, and what recomputed activations save.
 
     python benchmark/memory.py                      on a GPU if there is one (torch's peak), else on CPU (peak RSS)
 
@@ -24,16 +24,21 @@ QWEN |= {"vocab_size": 151936, "tie_word_embeddings": True, "num_hidden_layers":
 WIDE = QWEN | {"num_hidden_layers": 1}
 DEEP = QWEN | {"vocab_size": 1000, "num_hidden_layers": 12, "hidden_size": 448, "intermediate_size": 2432}
 DEEP |= {"num_attention_heads": 7, "num_key_value_heads": 1}
-CASES = {  # label: (what is measured, options)
-    "logits (B, T, V) of the whole micro-batch, as the model gives them": ("plain", {"shape": WIDE}),
-    "logits of response tokens, in one piece": ("pass", {"shape": WIDE, "max_logits": 2**40}),
-    "logits of response tokens, in pieces (the scripts)": ("pass", {"shape": WIDE}),
-    "activations kept": ("pass", {"shape": DEEP}),
-    "activations recomputed (--gradient_checkpointing)": ("pass", {"shape": DEEP, "checkpointing": True}),
+CASES = {  # label: options of measure
+    "4 x 1,024 tokens": {"shape": WIDE, "rows": 4, "response": 1024},
+    "4 x 1,024 tokens, gather minus logsumexp": {
+        "shape": WIDE,
+        "rows": 4,
+        "response": 1024,
+        "logsumexp": True,
+    },
+    "8 x 256 tokens": {"shape": WIDE},
+    "activations kept": {"shape": DEEP},
+    "activations recomputed (--gradient_checkpointing)": {"shape": DEEP, "checkpointing": True},
 }
 PASSES = """\
-Passes: 8 rows of 64 prompt and 256 response tokens, float32; logits with a vocabulary of 151,936 and one layer of
-Qwen2.5-0.5B's width, activations with 12 layers of half that width and a small vocabulary."""
+Rows have 64 tokens of prompt each; float32. The first three have a vocabulary of 151,936 and one layer of
+Qwen2.5-0.5B's width, the others 12 layers of half that width, a vocabulary of 1,000 and 8 x 256 tokens."""
 
 
 @dataclass
@@ -44,7 +49,18 @@ class Args:
     """Measure this one case in this process and print its GiB; used by the benchmark itself."""
 
 
-def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> float:
+def by_logsumexp(model, batch, temperature):
+    """grpo.token_logprobs with another formula."""
+    import grpo
+
+    T = batch["response_mask"].shape[1]
+    inputs = grpo.model_inputs(batch["sequences"], batch["attention_mask"])
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1] / temperature
+    tokens = batch["sequences"][:, -T:].unsqueeze(2)
+    return logits.gather(2, tokens).squeeze(2) - logits.logsumexp(2)
+
+
+def measure(shape: dict, rows=8, response=256, checkpointing=False, logsumexp=False) -> float:
     """GiB."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -55,23 +71,17 @@ def measure(kind: str, shape: dict, max_logits=None, checkpointing=False) -> flo
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)).to(device).eval()
-    # 64 tokens of prompt, 256 of response
-    ids = torch.randint(0, shape["vocab_size"], (8, 320), device=device)
-    mask = torch.ones_like(ids)
-    if max_logits:
-        grpo.MAX_LOGITS = max_logits
+    ids = torch.randint(0, shape["vocab_size"], (rows, 64 + response), device=device)
+    batch = {"sequences": ids, "attention_mask": torch.ones_like(ids)}
+    batch["response_mask"] = batch["attention_mask"][:, 64:].bool()
     if checkpointing:
         for layer in model.model.layers:  # as grpo.load does
-            layer.forward = functools.partial(grpo.recompute, layer.forward, use_reentrant=False)
+            layer.forward = functools.partial(grpo.recomputed, layer.forward)
     for x in model.parameters():
         x.grad = torch.zeros_like(x)  # there for every optimizer step, however the pass goes
     before = torch.cuda.memory_allocated() if device.type == "cuda" else resident()
-    if kind == "plain":
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -257:-1]
-        logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, -256:, None])
-    else:
-        logprobs = grpo.token_logprobs(model, ids, mask, 256, 1.0)
-    logprobs.sum().backward()
+    token_logprobs = by_logsumexp if logsumexp else grpo.token_logprobs
+    token_logprobs(model, batch, 1.0).sum().backward()
     return peak_gib(device.type == "cuda") - before / 2**30
 
 
@@ -82,8 +92,7 @@ def resident() -> int:
 
 def main(args: Args) -> None:
     if args.case:
-        kind, options = CASES[args.case]
-        print(f"GiB {measure(kind, **options)}", flush=True)
+        print(f"GiB {measure(**CASES[args.case])}", flush=True)
         return
     results = {}
     for label in CASES:

@@ -58,7 +58,7 @@ def noted_generate(model, *rest, generate=script.generate, **options):
 
 def bare_generate(policy) -> None:
     """The same calls on ids of no meaning, which change no shape, and a token sampled from each."""
-    attention_mask = seen["generated"][1]
+    attention_mask = seen["generated"]["attention_mask"]
     count, columns = seen["calls"][0]
     mask = attention_mask[:count, :columns].clone()
     mask[:, -1] = 1
@@ -97,7 +97,7 @@ def logprobs_of(model, mb) -> torch.Tensor:
 def bare_calls() -> dict:
     """Seconds of each phase."""
     policy, reference = models
-    rollout = dict(zip(("sequences", "attention_mask", "response_mask"), seen["generated"]))
+    rollout = {name: seen["generated"][name] for name in ("sequences", "attention_mask", "response_mask")}
     everything = torch.arange(args.batch_size, device=device)
     times = [now()]
     for mode in (torch.inference_mode, torch.no_grad):
@@ -105,11 +105,11 @@ def bare_calls() -> dict:
             bare_generate(policy)
         times.append(now())
     with torch.no_grad():
-        for _, mb, _ in script.micro_batches(rollout, everything, args.micro_batch_size):
+        for _, mb in script.micro_batches(rollout, everything, args.micro_batch_size):
             logprobs_of(reference, mb)
     times.append(now())
     for minibatch in torch.randperm(args.batch_size, device=device).chunk(args.num_minibatches):
-        for _, mb, _ in script.micro_batches(rollout, minibatch, args.micro_batch_size):
+        for _, mb in script.micro_batches(rollout, minibatch, args.micro_batch_size):
             logprobs_of(policy, mb).masked_fill(~mb["response_mask"], 0.0).sum().backward()
         policy.zero_grad()
     times.append(now())
