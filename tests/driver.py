@@ -72,7 +72,7 @@ def digest(tensors) -> str:
 def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
     """Run the script's main and return what it did. There is a gradient for each step of an optimizer, and an
     entry of calls for each call of policy_loss."""
-    seen = {"gradients": [], "calls": [], "prompts": [], "responses": [], "advantages": [], "scores": []}
+    seen = {"gradients": [], "calls": [], "prompts": [], "responses": [], "advantages": [], "scores": [], "kl": []}
     trained, loaded = {}, []
     load, score, generate, clip = script.load, script.score, script.generate, torch.nn.utils.clip_grad_norm_
     compute_advantages, policy_loss = script.compute_advantages, script.policy_loss
@@ -108,6 +108,8 @@ def record(script, dtype: torch.dtype, flags: list[str], sample: bool) -> dict:
         pairs = zip(result["advantages"], rollout["response_mask"])
         seen["advantages"] += [row[mask].tolist() for row, mask in pairs]
         names = [name for name in ("scores", "greedy_scores") if name in rollout]
+        difference = rollout["old_logprobs"] - rollout["ref_logprobs"]
+        seen["kl"].append(float((rollout["kl"] - difference)[rollout["response_mask"]].abs().max()))
         seen["scores"] += zip(*(rollout[name].tolist() for name in names))
         return result
 

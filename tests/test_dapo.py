@@ -53,6 +53,8 @@ def test_a_batch_has_groups_of_different_scores_only(flags, seen, tokenizer, tmp
         texts = [tokenizer.decode(ids[kept], skip_special_tokens=True) for ids, kept in zip(sequences[:, -T:], mask)]
         scores = [len(text) % 3 for text in texts]
         assert rollout["scores"].tolist() == scores  # each response with its own, after the parts were joined
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for line in lines:
         found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)

@@ -34,6 +34,9 @@ def cases_of(name: str, ranks: int, folder) -> list[dict]:
         found.append({"key": (name, "sampled"), "dtype": "float32", "sample": True, "flags": flags})
         flags = COMMON | {"dataset": folder / "same.jsonl", "num_iterations": 2, "learning_rate": 0.0}
         found.append({"key": (name, "same"), "dtype": "float32", "sample": True, "flags": flags})
+    if name == "grpo" and ranks == 2:
+        flags = {"batch_size": 48, "num_iterations": 2, "max_response_length": 12}
+        found.append({"key": (name, "groups"), "dtype": "float32", "sample": True, "flags": flags})
     known = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
     for case in found:
         pairs = [(f"--{flag}", str(value)) for flag, value in case["flags"].items() if flag in known]
@@ -103,6 +106,8 @@ def test_gradients_do_not_depend_on_micro_batches_or_ranks(records, name, dtype,
         numbers = [torch.tensor([*chain(*rows)]) for rows in (whole["advantages"], advantages)]
         torch.testing.assert_close(*numbers, rtol=10 * tolerance, atol=10 * tolerance)
 
+        assert all(max(rank["kl"]) == 0 for rank in seen)  # log(pi_old / pi_ref), not its negative
+
         check_denominators(seen)
         per_rank = [sum(counts[1] for _, counts, _ in rank["calls"]) for rank in seen]
         assert len(set(per_rank)) == ranks  # were they equal, a count per rank would pass
@@ -168,3 +173,12 @@ def test_a_run_on_two_ranks_ends_without_a_word(tmp_path, name):
     ]
     result = launch(ROOT / f"{name}.py", *flags, ranks=2)
     assert result.stderr == "" and (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["grpo"])
+def test_equal_groups_are_counted_on_all_ranks(records, name):
+    pair = records(2)[name, "groups"]
+    scores = [[x[0] for x in rank["scores"]] for rank in pair]
+    for i, line in enumerate(line for line in pair[0]["metrics"] if "score" in line):
+        rows = [rank[i * 24 + j : i * 24 + j + 8] for rank in scores for j in (0, 8, 16)]
+        assert line["equal_groups"] == pytest.approx(sum(len(set(row)) == 1 for row in rows) / 6)

@@ -1,5 +1,6 @@
 """The three kinds of reward, and what happens to a score before the advantage."""
 
+import importlib
 import json
 
 import pytest
@@ -222,3 +223,30 @@ def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp
     assert len(set(shares)) > 1
     run("reinforce", run_dir=tmp_path / "reinforce")
     assert "equal_groups" not in read_jsonl(tmp_path / "reinforce" / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize("script", ["grpo", "remax"])
+def test_a_run_trains_on_processed_scores_and_logs_what_the_reward_gives(script, tmp_path, monkeypatch):
+    """And in remax.py the greedy response has its own penalty."""
+    module, generated, rollouts = importlib.import_module(script), [], []
+    generate, compute_advantages = module.generate, module.compute_advantages
+    keep = lambda kept, value: kept.append(value) or value  # noqa: E731
+    monkeypatch.setattr(module, "generate", lambda *x, **options: keep(generated, generate(*x, **options)))
+    monkeypatch.setattr(module, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1])))
+    (tmp_path / "mine.py").write_text("def f(completions, **_): return [3.0 + len(x) for x in completions]")
+    flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
+    run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
+    (rollout,), (line,) = rollouts, read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert line["score"] == pytest.approx(float(rollout["raw_scores"].mean()))
+    expected = 2 * (rollout["raw_scores"] - 0.5 * rollout["truncated"])
+    torch.testing.assert_close(rollout["scores"], expected)
+    assert 0 < rollout["truncated"].sum() < 16
+    if script == "remax":
+        texts = module.decode(load_toy_tokenizer(), generated[1], skip_special_tokens=True)
+        raw = torch.tensor([3.0 + len(text) for text in texts])
+        torch.testing.assert_close(rollout["greedy_scores"], 2 * (raw - 0.5 * generated[1]["truncated"]))
+        assert (generated[1]["truncated"] != rollout["truncated"]).any()
+
+
+def load_toy_tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")

@@ -149,8 +149,8 @@ def test_one_token_is_a_length_too():
 
 def with_holes(rollout: dict) -> dict:
     """The rollout as a tool would make it: some tokens of each response are attended to and not sampled."""
-    T = rollout["response_mask"].shape[1]
-    is_answer = torch.arange(T) % 4 == 2
+    B, T = rollout["response_mask"].shape
+    is_answer = torch.arange(T) % (2 + torch.arange(B)[:, None] % 3) == 1  # more in some rows than in others
     return rollout | {"response_mask": rollout["response_mask"] & ~is_answer}
 
 
@@ -381,3 +381,31 @@ def test_a_template_may_write_a_system_prompt_where_there_is_none(tmp_path):
     rows = grpo.load_rows(grpo.Args(), "dataset", data, "train", make_model("llama"), tokenizer)
     texts = [tokenizer.decode(row["prompt_ids"]) for row in rows]
     assert texts == ["0 3 + 5 ? answer", "1 3 + 5 ? answer"]
+
+
+def test_each_epoch_has_every_prompt_once_in_a_new_order(monkeypatch):
+    dataset, epochs = list(range(12)), []
+    for epoch in (0, 1):
+        batches = [grpo.choose_prompts(grpo.Args(), dataset, 4, 3 * epoch + step) for step in range(3)]
+        epochs.append([row for batch in batches for row in batch])
+    assert sorted(epochs[0]) == sorted(epochs[1]) == dataset != epochs[0] != epochs[1]
+    other = grpo.choose_prompts(grpo.Args(seed=2), dataset, 4, 0)
+    whole = grpo.choose_prompts(grpo.Args(), dataset, 4, 0)
+    assert other != whole
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    halves = []
+    for rank in (0, 1):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        halves += grpo.choose_prompts(grpo.Args(), dataset, 4, 0)
+    assert halves == whole
+
+
+def test_a_step_is_no_longer_than_max_grad_norm():
+    layer = torch.nn.Linear(3, 1)
+    before = [x.detach().clone() for x in layer.parameters()]
+    layer(torch.full((1, 3), 100.0)).sum().backward()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer)
+    step = torch.cat([(x - y).flatten() for x, y in zip(layer.parameters(), before)])
+    assert float(norm) > 100 and float(step.norm()) == pytest.approx(0.1, rel=1e-3)
+    assert all(x.grad is None for x in layer.parameters())

@@ -298,3 +298,23 @@ def test_a_run_with_wandb_offline(tmp_path):
     flags = words(num_iterations=1, batch_size=16, max_response_length=8, eval_every=0)
     launch(ROOT / "grpo.py", "--track", "--run_dir", tmp_path / "run", *flags, cwd=tmp_path, env=env)
     assert (tmp_path / "run" / "model").exists() and (tmp_path / "wandb").exists()
+
+
+def test_learning_rates_follow_the_schedule(tmp_path):
+    flags = {"warmup_iterations": 3, "num_iterations": 5, "run_dir": tmp_path, "learning_rate": 3e-4}
+    run("ppo", **flags)
+    rates = [line["learning_rate"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert rates == pytest.approx([0, 1e-4, 2e-4, 3e-4, 3e-4])
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["scheduler"]["last_epoch"] == checkpoint["critic_scheduler"]["last_epoch"] == 5
+
+
+def test_another_seed_is_another_run(tmp_path):
+    for seed in (1, 2):
+        run("grpo", seed=seed, run_dir=tmp_path / str(seed), dataset=same_prompts(tmp_path), log_every=1)
+    first, second = (read_jsonl(tmp_path / seed / "samples.jsonl") for seed in "12")
+    assert [x["response"] for x in first] != [x["response"] for x in second]
+
+
+def same_prompts(folder):
+    return write_jsonl(folder / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 16)
