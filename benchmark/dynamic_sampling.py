@@ -68,8 +68,8 @@ def train(label: str, seed: int) -> list[dict]:
         now.setdefault("rule", []).extend(x for row, x in zip(rows, scores.tolist()) if row["kind"] == "rule")
         return scores
 
-    def watched_log(run_dir, track, iteration, metrics, *rest, log=script.log):
-        log(run_dir, track, iteration, metrics, *rest)
+    def watched_log(run_dir, track, iteration, metrics, *rest, log=script.log, **options):
+        log(run_dir, track, iteration, metrics, *rest, **options)
         rule, few = now.pop("rule"), ("rollouts", "equal_groups", "response_length")
         lines.append({"tokens": now["tokens"], "right": sum(rule), "rows": len(rule)})
         lines[-1] |= {key: metrics[key] for key in few if key in metrics}

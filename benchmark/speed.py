@@ -14,8 +14,8 @@ Works, all with a learning rate too small to change lengths; the weights are ran
     ranks   tail, with 16 prompts; ours alone: on one core, under torchrun as two ranks with one core each, and as two
             runs of half the batch side by side, which never wait for one another: the bound of two ranks here
 
-Everything runs in turn, repeated, so that a slow minute of the machine hits all of them; the result is the median over
-repetitions of the median over iterations, without the first. TRL is installed into benchmark/.trl, an environment of
+Everything runs in turn, repeated, so that a slow minute of the machine hits all of them. Tokens per second are pooled:
+all tokens over all seconds, without the first iteration of a run. TRL is installed into benchmark/.trl, an environment of
 its own. Writes results/<name>.json and .md.
 """
 
@@ -211,7 +211,7 @@ def run_apart(work: dict) -> dict:
 
 
 def summary(runs: list[dict], batch_size: int) -> dict:
-    """Medians over the repetitions; seconds as medians over the iterations of each, tokens per second over all."""
+    """Tokens per second pooled over all runs; seconds and memory as medians over them."""
     seconds = [statistics.median(run["seconds"]) for run in runs]
     result = {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds)}
     if "with_script" in runs[0]:  # iteration by iteration, since these two have the same shapes
@@ -220,10 +220,10 @@ def summary(runs: list[dict], batch_size: int) -> dict:
             result[f"over_{bare}"] = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4)
         phases = {name: statistics.mean(runs[-1]["phases"][name]) for name in runs[-1]["phases"]}
         return result | {"phases": phases}
-    speeds = [batch_size * sum(run["lengths"]) / sum(run["seconds"]) for run in runs]
+    tokens = batch_size * sum(sum(run["lengths"]) for run in runs)
     return result | {
-        "tokens_per_second": statistics.median(speeds),
-        "length": statistics.median(statistics.mean(run["lengths"]) for run in runs),
+        "tokens_per_second": tokens / sum(sum(run["seconds"]) for run in runs),
+        "length": statistics.mean(x for run in runs for x in run["lengths"]),
         "peak_gib": statistics.median(run["peak_gib"] for run in runs),
     }
 

@@ -117,9 +117,9 @@ def bare_calls() -> dict:
     return {name: b - a for name, a, b in zip(names, times, times[1:])}
 
 
-def noted_log(*arguments, log=script.log):
+def noted_log(*arguments, log=script.log, **options):
     """The last thing that an iteration does."""
-    log(*arguments)
+    log(*arguments, **options)
     if marks:
         line = {"seconds": now() - marks[-1], "phases": bare_calls()}
         inference = line["phases"].pop("inference")

@@ -34,8 +34,8 @@ def timed_generate(*args, generate=script.generate, **options):
     return result
 
 
-def timed_log(*arguments, log=script.log):
-    log(*arguments)
+def timed_log(*arguments, log=script.log, **options):
+    log(*arguments, **options)
     line = {"time": now(), "rollout": rollout[-1], "length": arguments[3]["response_length"]}
     line["peak"] = peak_gib(use_cuda)
     if script.RANK == 0:
