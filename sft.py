@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import datasets
 import torch
@@ -37,158 +36,178 @@ import torch.distributed as dist
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOGS = "metrics.jsonl", "samples.jsonl"
-MAX_LOGITS = 2**26  # computed at a time by completion_loss: 256 MiB in float32
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # for the order of the examples
-    device: str = str(torch.accelerator.current_accelerator(True) or "cpu")  # cuda, mps, ... as torch finds
+    seed: int = 1  # of the order of examples
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/base"  # model to start from: folder or hub id of a causal LM
-    dataset: str = "toy/demonstrations.jsonl"  # hub id or path with `prompt` and `completion`, or `messages`
+    model: str = "toy/base"  # starting policy: folder or hub id of a causal LM
+    dataset: str = "toy/demonstrations.jsonl"  # path or hub id; `prompt` and `completion`, or `messages`
     dataset_split: str = "train"  # split of a hub id or folder
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation; 0: none
-    max_length: int = 1024  # longer examples (in tokens, with prompt and EOS) are left out
+    max_length: int = 1024  # examples with more tokens, prompt and EOS included, are left out
     # Optimization
     num_epochs: int = 4  # passes over the examples
-    shuffle: bool = True  # a new order for each pass; --no_shuffle keeps that of the file, for a curriculum
+    shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps that of the file, for a curriculum
     batch_size: int = 128  # examples per optimizer step, over all ranks
-    micro_batch_size: int = 128  # examples per forward pass on each rank: memory only
+    micro_batch_size: int = 128  # examples per forward pass, on each rank: memory only
     learning_rate: float = 1e-3  # peak learning rate of AdamW
-    lr_schedule: str = "linear"  # or constant_with_warmup, cosine: transformers.get_scheduler's names
-    warmup_iterations: int = 20  # the learning rate rises linearly over these
+    lr_schedule: str = "linear"  # or constant_with_warmup, cosine, ...: names of transformers.get_scheduler
+    warmup_iterations: int = 20  # the learning rate rises linearly from 0 over these
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
     # Run
-    run_dir: str | None = None  # the same command goes on with the run in it; None: a new one in runs/
-    eval_every: int = 100  # iterations between evaluations; also before the first and after the last; 0: none
+    run_dir: str | None = None  # resume the run in this folder, or start it there; None: a new one in runs/
+    eval_every: int = 100  # iterations between evaluations, also before the first and after the last; 0: none
     log_every: int = 20  # iterations between printed lines; metrics.jsonl has every iteration
     save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only that
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
 
-def completion_loss(model, input_ids, attention_mask, completion_mask, num_tokens):
-    """-log pi of the completion tokens of input_ids (b, L), summed, over num_tokens of the optimizer step."""
-    decoder = model.get_decoder()
-    output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    mask = completion_mask[:, 1:]  # (b, L-1): each position predicts the next token
-    hidden, targets = output.last_hidden_state[:, :-1][mask], input_ids[:, 1:][mask]  # (N, H) and (N,)
+def encode(tokenizer, row, where):
+    """The prompt of a row, its token ids, and those with completion and EOS, which the mask marks."""
+    prompt = row.get("prompt")
+    completion = row.get("completion")
+    if row.get("messages"):
+        prompt = row["messages"][:-1]
+        completion = row["messages"][-1:]
+    if isinstance(completion, list) and [message["role"] for message in completion] == ["assistant"]:
+        completion = completion[0]["content"]
+    check(prompt and isinstance(completion, str), f"{where}: needs `prompt` and `completion`, or `messages`")
 
-    def head(hidden, targets):
-        # The model with its decoder stubbed out: lm_head alone would miss the scaling or cap that some have.
-        done = type(output)(last_hidden_state=hidden[None])
-        with mock.patch.object(decoder, "forward", lambda *args, **kwargs: done):
-            logits = model(input_ids=targets[None]).logits[0]  # (n, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-
-    # Logits would be the largest tensor of all: MAX_LOGITS at a time, and again in the backward pass.
-    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    pieces = zip(hidden.split(size), targets.split(size))
-    return sum(recompute(head, *piece, use_reentrant=False) for piece in pieces) / num_tokens
+    if isinstance(prompt, str):
+        prompt_ids = tokenizer(prompt)["input_ids"]
+    else:
+        check(tokenizer.chat_template, f"{where}: is a chat, which needs a --model with a chat template")
+        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    ids = prompt_ids + completion_ids
+    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
+    return {"prompt": prompt, "prompt_ids": prompt_ids, "input_ids": ids, "completion_mask": mask}
 
 
 def micro_batches(rows, size, device):
-    """Yield input_ids, attention_mask and completion_mask (b, L) of at most size rows of like length."""
-    rows = sorted(rows, key=lambda row: len(row["ids"]))
-    for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-        ids = pad_sequence([torch.tensor(row["ids"]) for row in part], True, -1).to(device)  # -1 on padding
-        starts = torch.tensor([[row["prompt_length"]] for row in part], device=device)  # (b, 1)
-        completion_mask = (ids >= 0) & (torch.arange(ids.shape[1], device=device) >= starts)
-        yield ids.clamp(min=0), (ids >= 0).long(), completion_mask
+    """Yield tensors (b, L) of `size` rows at a time, padded on the right. Similar lengths go together."""
+    by_length = sorted(rows, key=lambda row: len(row["input_ids"]))
+    for first in range(0, len(rows), size):
+        batch = {}
+        for name in ["input_ids", "completion_mask"]:
+            tensors = [torch.tensor(row[name]) for row in by_length[first : first + size]]
+            batch[name] = pad_sequence(tensors, batch_first=True).to(device)
+        yield batch
+
+
+def completion_loss(model, batch, num_tokens):
+    """-log pi_theta of the completion tokens, summed, and divided by num_tokens of the optimizer step."""
+    columns = batch["completion_mask"].any(0).nonzero().squeeze(1)  # (T,) those with tokens to learn
+    tokens = batch["input_ids"][:, columns]  # (b, T)
+    mask = batch["completion_mask"][:, columns]
+    # A token's logits are one position earlier. No attention mask: padding on the right is not attended to.
+    output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=columns - 1)
+    logits = output.logits[mask].to(model.dtype)  # (N, V), as .float(), but float64 stays float64
+    return torch.nn.functional.cross_entropy(logits, tokens[mask], reduction="sum") / num_tokens
 
 
 def all_sum(x):
-    """The sum of x over all ranks; x itself on one rank. Every rank must call it."""
+    """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
     if dist.is_initialized():
-        x = x.clone()  # all_reduce works in place and returns nothing
+        x = x.clone()  # all_reduce works in place
         dist.all_reduce(x)
     return x
 
 
+def optimizer_step(args, model, optimizer):
+    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # some models have weights that nothing uses
+            parameter.grad = all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
 def main(args):
-    # 1. Setup: the run folder, model, data, optimizer, ranks
-    for name, value in vars(args).items():
-        in_range = not isinstance(value, int | float) or 0 <= value < math.inf
-        check(in_range, f"--{name} {value}: use a number of 0 or more")
-    right = args.batch_size and args.batch_size % WORLD_SIZE == 0
-    check(right, f"--batch_size {args.batch_size}: use a multiple of the number of ranks, {WORLD_SIZE}")
-    run_dir, flags, checkpoint = find_run(args)
+    # 1. Setup: ranks, run folder, model, data, optimizer
+    check_args(args)
+    device = choose_device(args)
+    run_dir, saved_args, checkpoint = find_run(args)
     start = checkpoint["iteration"] if checkpoint else 0
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    connect_ranks(device, run_dir, start)
     policy, tokenizer = load(args, device)
-    rows, eval_rows = load_rows(args, policy, tokenizer)
-    steps_per_epoch = len(rows) // args.batch_size
-    num_iterations = args.num_epochs * steps_per_epoch
-    if start >= num_iterations and (run_dir / "model").exists():
+    rows = load_rows(args, policy, tokenizer)
+    dataset = rows[: len(rows) - args.eval_size]
+    eval_dataset = rows[len(dataset) :]
+    steps_per_epoch = len(dataset) // args.batch_size
+    num_steps = args.num_epochs * steps_per_epoch
+    if start >= num_steps and (run_dir / "model").exists():
         return say(f"{run_dir} is finished after {start} iterations: nothing to do")
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    schedule = args.lr_schedule, optimizer, args.warmup_iterations, num_iterations + 1
-    lr_factor = transformers.get_scheduler(*schedule).lr_lambdas[0]  # a function of the iteration: no state
-    state = {"policy": policy, "optimizer": optimizer}
-    for name, part in state.items() if checkpoint else ():
-        part.load_state_dict(checkpoint[name])
-    track = start_run(args, run_dir, flags, checkpoint) if RANK == 0 else None
-    checkpoint = None  # frees its memory
-    if WORLD_SIZE > 1:
-        dist.init_process_group()
+
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    scheduler = transformers.get_scheduler(args.lr_schedule, optimizer, args.warmup_iterations, num_steps)
+    state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
+    if checkpoint:
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+    wandb_run = start_run(args, run_dir, saved_args, checkpoint) if RANK == 0 else None
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
-    for done in range(start, num_iterations + 1):
-        # 2. Evaluation on held-out examples, before the first iteration and after the last too
-        if eval_rows and args.eval_every and (done % args.eval_every == 0 or done == num_iterations):
-            log(run_dir, track, done, *evaluate(args, policy, tokenizer, eval_rows))
-        if done == num_iterations:
+    for completed in range(start, num_steps + 1):
+        # 2. Evaluation on held-out examples, also before the first iteration and after the last
+        is_last = completed == num_steps
+        if eval_dataset and args.eval_every and (completed % args.eval_every == 0 or is_last):
+            metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
+            log(run_dir, wandb_run, completed, metrics, samples)
+        if is_last:
             break
-        iteration, began = done + 1, time.time()
+        iteration = completed + 1
+        began = time.time()
 
-        # 3. Batch: the examples of all ranks, since their tokens are counted, and this rank's part of them
-        epoch, step = divmod(done, steps_per_epoch)
-        generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
-        order = torch.randperm(len(rows), generator=generator) if args.shuffle else torch.arange(len(rows))
-        order = order[step * args.batch_size : (step + 1) * args.batch_size]
-        num_tokens = sum(rows[i]["num_tokens"] for i in order)
-        batch = [rows[i] for i in order.chunk(WORLD_SIZE)[RANK]]
+        # 3. Batch: the next examples of all ranks, whose tokens are counted, and this rank's part of them
+        epoch, step = divmod(completed, steps_per_epoch)
+        order = torch.arange(len(dataset))
+        if args.shuffle:
+            generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
+            order = torch.randperm(len(dataset), generator=generator)
+        step_rows = [dataset[i] for i in order.split(args.batch_size)[step]]
+        num_tokens = sum(sum(row["completion_mask"]) for row in step_rows)
+        rank_rows = step_rows[RANK::WORLD_SIZE]
 
         # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
-        lr = optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(iteration)
-        total_loss = torch.zeros((), device=device)
-        for mb in micro_batches(batch, args.micro_batch_size, device):
-            loss = completion_loss(policy, *mb, num_tokens)
+        step_loss = 0.0
+        for batch in micro_batches(rank_rows, args.micro_batch_size, device):
+            loss = completion_loss(policy, batch, num_tokens)
             loss.backward()
-            total_loss += loss.detach()
-        for parameter in policy.parameters():
-            if parameter.grad is not None:  # some models have weights that nothing uses
-                parameter.grad = all_sum(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        finite = (norm + total_loss).isfinite()
-        check(finite, "the loss or its gradient is not finite; use a lower --learning_rate")
-        optimizer.step()
-        optimizer.zero_grad()
+            step_loss += loss.detach()
+        grad_norm = optimizer_step(args, policy, optimizer)
 
         # 5. Log and save
-        metrics = {"loss": float(all_sum(total_loss)), "grad_norm": float(norm), "learning_rate": lr}
-        metrics["tokens_per_second"] = num_tokens / (time.time() - began)
-        due = iteration % args.log_every == 0 or began // 60 < time.time() // 60  # a new minute
-        log(run_dir, track, iteration, metrics, [], due)
-        due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (due or iteration == num_iterations):
+        seconds = time.time() - began
+        metrics = {"loss": float(all_sum(step_loss)), "grad_norm": float(grad_norm)}
+        metrics["learning_rate"] = scheduler.get_last_lr()[0]
+        metrics["tokens_per_second"] = num_tokens / seconds
+        scheduler.step()
+        log(run_dir, wandb_run, iteration, metrics, [], show=iteration % args.log_every == 0 or seconds > 10)
+        save_due = args.save_every and iteration % args.save_every == 0
+        if RANK == 0 and (save_due or iteration == num_steps):
             save_checkpoint(run_dir, iteration, state)
 
     # 6. The result, a folder that from_pretrained opens
     if RANK == 0:
-        with replacing(run_dir / "model") as path:
-            policy.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+        with replacing(run_dir / "model") as folder:
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 
@@ -197,11 +216,20 @@ def main(args):
 
 
 def check(condition, message):
-    """One sentence and exit code 2 if the condition is false; while a rank waits, a lower one may say it."""
+    """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
-        time.sleep(5 * RANK)
+        time.sleep(5 * RANK)  # rank 0 prints and exits first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def explain(what, remedy):
+    """Turn an exception, which may not name the flag or the file, into a message that does."""
+    try:
+        yield
+    except Exception as error:  # not SystemExit, which a check inside raises
+        check(False, f"{what}: {error!r:.300}; {remedy}")
 
 
 def say(text):
@@ -210,158 +238,200 @@ def say(text):
         print(text, flush=True)
 
 
+def check_args(args):
+    """Refuse numbers that cannot work before anything is loaded."""
+    positive = ["batch_size", "micro_batch_size", "max_length", "max_grad_norm", "log_every"]
+    for name, value in vars(args).items():
+        if isinstance(value, int | float):
+            is_valid = math.isfinite(value) and (value > 0 or (value == 0 and name not in positive))
+            check(is_valid, f"--{name} {value}: use a finite number above 0, or 0 where that means off")
+    is_multiple = args.batch_size % WORLD_SIZE == 0
+    check(is_multiple, f"--batch_size {args.batch_size}: use a multiple of {WORLD_SIZE}, the number of ranks")
+
+
+def choose_device(args):
+    """The device of this rank."""
+    device = torch.device(args.device)
+    if device.type != "cpu":
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
+        # Where each rank sees its own GPU only, as under Slurm, that GPU has index 0.
+        torch.accelerator.set_device_index(min(local_rank, torch.accelerator.device_count() - 1))
+    return device
+
+
+def connect_ranks(device, run_dir, start):
+    """Start the communication of the ranks, and check that all resume from the same iteration."""
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else None)
+        # A rank whose start is not the mean of all starts exits, and torchrun then stops the others.
+        is_shared = all_sum(torch.tensor(start, device=device)) == start * WORLD_SIZE
+        check(is_shared, f"--run_dir {run_dir}: has other checkpoints on other ranks; use a shared folder")
+
+
 def locate(name):
-    """The full path of a file or folder, here or beside the script. Else the name."""
-    paths = [path for path in (Path(name), Path(__file__).parent / name) if path.exists()]
-    check(paths or not name.startswith("toy/"), f"no {name} beside this script; give --model and --dataset")
-    return str(paths[0].resolve()) if paths else name
+    """The path of a file or folder, here or beside the script; the name itself if it is neither."""
+    for folder in (Path("."), Path(__file__).parent):
+        if (folder / name).exists():
+            return str(folder / name)
+    check(not name.startswith("toy/"), f"no {name} beside this script; give --model and --dataset")
+    return name
 
 
 def load(args, device):
-    """A model in eval mode, so without dropout, and its tokenizer. Weights are float32."""
+    """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path, where = locate(args.model), f"--model {args.model}"
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    where = f"--model {args.model}"
+    path = locate(args.model)
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-    # transformers does not refuse missing weights, or a reward model as policy: it makes random weights
-    kind, missing = str(model.config.architectures), len(info["missing_keys"])
-    right = not missing and "SequenceClassification" not in kind
-    check(right, f"{where}: is {kind}, {missing} weights missing; use a whole causal LM")
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    # transformers does not refuse a reward model, and fills in missing weights at random.
+    kind = str(model.config.architectures)
+    missing = info["missing_keys"]
+    is_policy = "SequenceClassification" not in kind and not missing
+    check(is_policy, f"{where}: is {kind}, {len(missing)} weights missing; use another model")
     check(tokenizer.eos_token, f"{where}: has no EOS token; save one in its tokenizer")
-    for layer in model.modules() if args.gradient_checkpointing else ():
-        if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
-    for part in {model, model.get_decoder()} if args.dtype == "bfloat16" else ():
-        part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
+    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if args.gradient_checkpointing:
+        # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        for layer in model.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                layer.forward = functools.partial(recomputed, layer.forward)
+    if args.dtype == "bfloat16":
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     return model.to(device).eval(), tokenizer
 
 
-def encode(tokenizer, row, where):
-    """The ids of prompt, completion and EOS. The first prompt_length are given, the others learned."""
-    if row.get("messages"):
-        row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(completion, list) and [message["role"] for message in completion] == ["assistant"]:
-        completion = completion[0]["content"]
-    right, is_text = prompt and isinstance(completion, str), isinstance(prompt, str)
-    check(right, f"{where} lacks prompt or completion; fill in `prompt` and `completion`, or `messages`")
-    check(is_text or tokenizer.chat_template, f"{where} is a chat, --model has no chat template; use texts")
-    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
-    start = (tokenizer if is_text else template)(prompt)["input_ids"]
-    end = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return {"prompt": prompt, "ids": start + end, "prompt_length": len(start), "num_tokens": len(end)}
+def recomputed(forward, *args, **kwargs):
+    """Call forward. Its activations are computed again in the backward pass instead of being kept."""
+    if torch.is_grad_enabled():
+        return checkpoint_activations(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def load_rows(args, model, tokenizer):
-    """The examples to learn and those held out, without what is too long."""
-    path, where, longest = locate(args.dataset), f"--dataset {args.dataset}", args.max_length
-    kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    source = {"path": kind, "data_files": path} if kind else {"path": path}
-    with explain(where, "use a .jsonl, a .parquet, a folder or a hub id, and its --dataset_split"):
-        # what is local is streamed, since the cache may hold an older folder of that name
-        rows = list(datasets.load_dataset(**source, split=args.dataset_split, streaming=Path(path).exists()))
-    rows = [encode(tokenizer, row, f"{where}: row {number}") for number, row in enumerate(rows)]
-    kept = [row for row in rows if row["prompt_length"] and len(row["ids"]) <= longest]
-    cut = len(kept) - args.eval_size
-    text = f"{len(kept)} of {len(rows)} examples have up to --max_length {longest} tokens"
-    check(cut >= args.batch_size, f"{where}: {text}; give --batch_size + --eval_size or more")
-    say(f"dataset: {text}, {args.eval_size} are held out")
+    """The encoded rows of the dataset. Those with an empty prompt or too many tokens are left out."""
+    where = f"--dataset {args.dataset}"
+    path = locate(args.dataset)
+    with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
+        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
+        file_type = {".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
+        if file_type:
+            data = datasets.load_dataset(file_type, data_files=path, split="train", streaming=True)
+        else:
+            data = datasets.load_dataset(path, split=args.dataset_split, streaming=Path(path).exists())
+        rows = [encode(tokenizer, row, f"{where}: row {number}") for number, row in enumerate(data)]
+
+    kept = [row for row in rows if row["prompt_ids"] and len(row["input_ids"]) <= args.max_length]
+    summary = f"{len(kept)} of {len(rows)} examples have at most --max_length {args.max_length} tokens"
+    needed = args.batch_size + args.eval_size
+    check(len(kept) >= needed, f"{where}: {summary}; give {needed} or more, --batch_size + --eval_size")
+    say(f"dataset: {summary}, {args.eval_size} are held out")
+    longest = max(len(row["input_ids"]) for row in kept)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    text = f"--max_length {longest}: keeps examples longer than the {limit} positions of the model"
-    check(max(len(row["ids"]) for row in kept) <= limit, f"{text}; use {limit} or less")
-    return kept[:cut], kept[cut:]
+    check(longest <= limit, f"--max_length {args.max_length}: --model has {limit} positions; lower it")
+    return kept
 
 
 @torch.no_grad()
-def evaluate(args, policy, tokenizer, rows):
-    """The loss of held-out rows over all ranks, and greedy responses to three of their prompts."""
-    num_tokens, loss, samples = sum(row["num_tokens"] for row in rows), 0.0, []
-    for mb in micro_batches(rows[RANK::WORLD_SIZE], args.micro_batch_size, policy.device):
-        loss += float(completion_loss(policy, *mb, num_tokens))
+def evaluate(args, policy, tokenizer, dataset):
+    """The loss on held-out rows, over all ranks, and greedy responses to three of their prompts."""
+    num_tokens = sum(sum(row["completion_mask"]) for row in dataset)
+    loss = torch.zeros((), device=policy.device)
+    for batch in micro_batches(dataset[RANK::WORLD_SIZE], args.micro_batch_size, policy.device):
+        loss += completion_loss(policy, batch, num_tokens)
+
+    samples = []
+    longest = max(len(row["input_ids"]) for row in dataset)  # the model has positions for it
     greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.eos_token_id}
-    longest = max(len(row["ids"]) for row in rows)  # for which the model has positions
-    for row in rows[:3]:
-        start = row["prompt_length"]
-        ids = torch.tensor([row["ids"][:start]], device=policy.device)
-        output = policy.generate(ids, max_new_tokens=min(256, longest - start), **greedy)
-        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, start:])})
-    return {"eval/loss": float(all_sum(torch.tensor(loss, device=policy.device)))}, samples
-
-
-@contextmanager
-def explain(what, remedy):
-    """Turn a library's exception, which may not name the thing, into one sentence that does."""
-    try:
-        yield
-    except Exception as error:
-        check(False, f"{what}: {error!r:.300}; {remedy}")
+    for row in dataset[:3]:
+        P = len(row["prompt_ids"])
+        prompt_ids = torch.tensor([row["prompt_ids"]], device=policy.device)
+        output = policy.generate(prompt_ids, max_new_tokens=min(256, longest - P), **greedy)
+        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, P:])})
+    return {"eval/loss": float(all_sum(loss))}, samples
 
 
 @contextmanager
 def replacing(path):
-    """Yield a temporary path that then replaces path, so that path is always whole, old or new."""
+    """Yield a temporary path, and rename it to path at the end: path is always complete, old or new."""
     temporary = path.with_suffix(".tmp")
-    with explain(path, "make room and give the same command again"):
+    with explain(path, "make room on the disk and give the same command again"):
         yield temporary
         temporary.replace(path)
 
 
 def find_run(args):
-    """The run folder, its flags, and its checkpoint or None. Refuses flags that would make it another run."""
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(args.run_dir or f"runs/{name}")
-    file, path = run_dir / "args.json", run_dir / "checkpoint.pt"
-    flags = vars(args) | {"model": locate(args.model), "dataset": locate(args.dataset), "ranks": WORLD_SIZE}
-    before = json.loads(file.read_text()) if file.exists() else flags
-    free = "run_dir eval_every log_every save_every track micro_batch_size gradient_checkpointing".split()
-    free += ["num_epochs"] * (args.lr_schedule == "constant_with_warmup")  # others depend on it
-    changed = [f"--{k} {before.get(k)}" for k, v in flags.items() if v != before.get(k) and k not in free]
-    check(not changed, f"--run_dir {run_dir}: is a run with {changed}; use these flags or a new folder")
+    """The run folder, the args to save in it, its checkpoint or None. Refuses a folder of another run."""
+    new_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(args.run_dir or new_dir)  # only rank 0 writes there
+    saved_args = vars(args) | {"ranks": WORLD_SIZE}
+    if (run_dir / "args.json").exists():
+        old_flags = json.loads((run_dir / "args.json").read_text())
+        may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
+        may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
+        if args.lr_schedule == "constant_with_warmup":  # others depend on num_epochs
+            may_change += ["num_epochs"]
+        changed = [
+            f"--{flag} {value}, was {old_flags.get(flag)}"
+            for flag, value in saved_args.items()
+            if value != old_flags.get(flag) and flag not in may_change
+        ]
+        check(not changed, f"--run_dir {run_dir}: is another run ({changed}); use its flags or a new folder")
+    path = run_dir / "checkpoint.pt"
     with explain(path, "restore it, or delete it to start over"):
-        return run_dir, flags, torch.load(path, "cpu", weights_only=True) if path.exists() else None
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True) if path.exists() else None
+    return run_dir, saved_args, checkpoint
 
 
-def start_run(args, run_dir, flags, checkpoint):
-    """Make the run folder, or cut its logs back to what the checkpoint has seen."""
+def start_run(args, run_dir, saved_args, checkpoint):
+    """Make the run folder, or cut its logs back to the checkpoint. Returns wandb's run with --track."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with replacing(run_dir / "args.json") as path:
-        path.write_text(json.dumps(flags, indent=2))
+        path.write_text(json.dumps(saved_args, indent=2))
     shutil.copy(__file__, run_dir)
-    shutil.rmtree(run_dir / "model", ignore_errors=True)  # that of fewer iterations
+    shutil.rmtree(run_dir / "model", ignore_errors=True)  # the result of a shorter run
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
             file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)
     if args.track:
         import wandb
 
-        return wandb.init(id=run_dir.name, resume="allow", config=flags)
+        return wandb.init(id=run_dir.name, resume="allow", config=saved_args)
 
 
-def log(run_dir, track, iteration, metrics, samples, due=True):
-    """Add to metrics.jsonl and samples.jsonl, and print both if due; on rank 0."""
-    for path, lines in zip([run_dir / x for x in LOGS], ([metrics], samples)) if RANK == 0 else ():
-        with explain(path, "make room and give the same command again"), open(path, "a") as file:
-            file.writelines(json.dumps({"iteration": iteration} | line) + "\n" for line in lines)
-    if track:
-        track.log(metrics, step=iteration)
-    if due:
-        say(f"iteration {iteration:4d}   " + "   ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-    for x in samples:
-        say(f"    {str(x['prompt'])[-80:]!r} -> {x['response']!r}")
+def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
+    """On rank 0, add to the logs of the run, and print metrics and samples if show is true."""
+    if RANK > 0:
+        return
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
+    with open(run_dir / "samples.jsonl", "a") as file:
+        for sample in samples:
+            file.write(json.dumps({"iteration": iteration} | sample) + "\n")
+    if wandb_run:
+        wandb_run.log(metrics, step=iteration)
+    if show:
+        texts = [f"{name} {x:.4g}" for name, x in metrics.items()]
+        say(f"iteration {iteration:4d}   " + "   ".join(texts))
+        for sample in samples:
+            say(f"    {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs; the logs, whose sizes it holds, are put on the disk first."""
-    state, sizes = {name: part.state_dict() for name, part in state.items()}, {}
+    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
             os.fsync(file)
-            sizes[name] = file.tell()
+            checkpoint["log_sizes"][name] = file.tell()
     with replacing(run_dir / "checkpoint.pt") as path, open(path, "wb") as file:
-        torch.save(state | {"iteration": iteration, "log_sizes": sizes}, file)
+        torch.save(checkpoint, file)
         file.flush()
         os.fsync(file)
 

@@ -6,7 +6,8 @@ import pytest
 import test_sft
 import torch
 import transformers
-from conftest import ROOT, make_gpt2, make_llama, read_jsonl, write_jsonl
+import zoo
+from conftest import ROOT, make_llama, read_jsonl, write_jsonl
 from test_sft import gradient, launch_in_turn, refused, save_start
 from zoo import make_tokenizer
 
@@ -35,66 +36,84 @@ def test_the_loss_and_its_gradient_are_the_plain_ones():
     assert float(dpo.dpo_loss(*new, *ref, 0.3).detach()) == pytest.approx(total * 12 / 3, rel=1e-12)
 
 
-@pytest.mark.parametrize("max_logits", [dpo.MAX_LOGITS, 40])  # at once, and two positions at a time
-@pytest.mark.parametrize("make", [make_llama, make_gpt2])
-def test_log_probs_are_those_of_the_responses_and_their_eos(tokenizer, monkeypatch, make, max_logits, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"])
+def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     """Against one unpadded text at a time, and the gradient too."""
-    monkeypatch.setattr(dpo, "MAX_LOGITS", max_logits)
-    model, data = make().double().eval(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
-    rows = dpo.load_rows(dpo.Args(), "dataset", str(data), "train", model, tokenizer)
+    model, data = zoo.make_model(name).double(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    tokenizer, args = zoo.make_tokenizer(), dpo.Args(micro_batch_size=2)
+    rows = dpo.load_rows(args, "dataset", str(data), "train", model, tokenizer)
+    exact = name in ("llama", "gpt2", "bloom", "mistral", "lfm2")  # the others have float32 inside
     found, expected = {}, {}
-    for part, references, inputs in dpo.micro_batches(rows, range(3), 2, "cpu"):
-        logprobs = dpo.response_logprobs(model, *inputs)
-        assert references.tolist() == [0.0] * len(logprobs)
-        found |= {(i, side): x for side, half in enumerate(logprobs.chunk(2)) for i, x in zip(part, half)}
+    for batch in dpo.micro_batches(args, rows, "cpu"):
+        logprobs = dpo.response_logprobs(model, batch)  # (2, b)
+        assert logprobs.dtype == torch.float64
+        found |= {(i, side): logprobs[side, n] for side in (0, 1) for n, i in enumerate(batch["index"])}
     for i, row in enumerate(PAIRS):
-        for side, name in enumerate(("chosen", "rejected")):
+        for side, key in enumerate(("chosen", "rejected")):
             start = len(tokenizer(row["prompt"])["input_ids"])
-            ids = tokenizer(f"{row['prompt']} {row[name]} <eos>")["input_ids"]
+            ids = tokenizer(f"{row['prompt']} {row[key]} <eos>")["input_ids"]
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             expected[i, side] = sum(logprobs[t - 1, ids[t]] for t in range(start, len(ids)))
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[key], value, rtol=1e-12 if exact else 1e-6, atol=0)
     weights = {key: 1.0 + i for i, key in enumerate(expected)}
-    one, other = (sum(weights[key] * x[key] for key in weights) for x in (found, expected))
-    pairs = zip(*(torch.autograd.grad(x, list(model.parameters())) for x in (one, other)))
-    for x, y in pairs:
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    gradients = []
+    for logprobs in (found, expected):
+        loss = sum(weights[key] * logprobs[key] for key in weights)
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        gradients.append(torch.cat([x.flatten() for x in grads if x is not None]))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < (1e-12 if exact else 1e-6)
 
 
 def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, tokenizer):
     data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "preferences_train.jsonl")[:16])
     flags = {"model": save_start(tmp_path / "start", tokenizer), "dataset": data, "eval_dataset": data}
-    flags |= {"batch_size": 16, "num_epochs": 1, "max_grad_norm": 1e9, "learning_rate": 1e-2}
+    flags |= {"batch_size": 16, "num_epochs": 1, "max_grad_norm": 1e9, "learning_rate": 1e-3, "warmup_iterations": 0}
     runs, metrics = launch_in_turn(dpo, tmp_path, **flags), []
     for run_dir in runs:
         lines = read_jsonl(run_dir / "metrics.jsonl")
         metrics.append({f"{k} {i}": x for i, line in enumerate(lines) for k, x in line.items() if "per_sec" not in k})
-    assert metrics[0]["eval/loss 0"] == pytest.approx(math.log(2), abs=1e-5)  # the policy starts as its reference
+    assert metrics[0]["eval/loss 0"] == pytest.approx(math.log(2), abs=1e-12)  # the policy starts as its reference
+    assert metrics[0]["loss 1"] == pytest.approx(math.log(2), abs=1e-12)
     assert metrics[0]["eval/loss 2"] < math.log(2) - 0.01
     for run_dir, other in zip(runs[1:], metrics[1:]):
-        assert float((gradient(runs[0]) - gradient(run_dir)).norm() / gradient(run_dir).norm()) < 2e-6
+        assert float((gradient(runs[0]) - gradient(run_dir)).norm() / gradient(run_dir).norm()) < 1e-12
         ties = [name for name in other if "accuracy" in name and name.endswith((" 0", " 1"))]  # of margins near 0
         assert {k: x for k, x in other.items() if k not in ties} == pytest.approx(
-            {k: x for k, x in metrics[0].items() if k not in ties}, rel=1e-4, abs=1e-5
+            {k: x for k, x in metrics[0].items() if k not in ties}, rel=1e-9, abs=1e-12
         )
+
+
+def split(text) -> tuple[list[int], list[int]]:
+    """The ids where response_mask is False, and those after them, where it is True."""
+    start = text["response_mask"].index(True)
+    assert all(text["response_mask"][start:]) and len(text["response_mask"]) == len(text["input_ids"])
+    return text["input_ids"][:start], text["input_ids"][start:]
 
 
 def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path, capsys):
     tokenizer = make_tokenizer(bos=True, chat=True)
     user, answer = {"role": "user", "content": "3 ?"}, {"role": "assistant", "content": "answer 3"}
     forms = [([user], "answer 3"), ([user], [answer]), ("", [user, answer]), ("3 ?", [user, answer]), ("3 ?", [answer])]
-    assert {str(dpo.encode(tokenizer, *form)) for form in forms} == {str(dpo.encode(tokenizer, *forms[0]))}
-    ids, start = dpo.encode(tokenizer, *forms[0])
-    assert tokenizer.decode(ids[:start]) == "<bos> <user> 3 ? <end> <model>"
-    assert tokenizer.decode(ids[start:]) == "answer 3 <eos>"
-    ids, start = dpo.encode(tokenizer, [user], [answer, user, answer])  # nothing of the conversation is lost
-    assert tokenizer.decode(ids[:start]).count("3 ?") == 2
+    assert {str(dpo.encode(tokenizer, *form, 99)) for form in forms} == {str(dpo.encode(tokenizer, *forms[0], 99))}
+    prompt, response = split(dpo.encode(tokenizer, *forms[0], 99))
+    assert tokenizer.decode(prompt) == "<bos> <user> 3 ? <end> <model>"
+    assert tokenizer.decode(response) == "answer 3 <eos>"
+    prompt, _ = split(dpo.encode(tokenizer, [user], [answer, user, answer], 99))  # nothing of the conversation is lost
+    assert tokenizer.decode(prompt).count("3 ?") == 2
     rows = [*PAIRS, PAIRS[2] | {"rejected": "answer 9"}, PAIRS[0] | {"prompt": "3 + " * 9 + "?"}]
     data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
     kept = dpo.load_rows(dpo.Args(max_length=12), "dataset", data, "train", make_llama(22), make_tokenizer())
     assert [row["prompt"] for row in kept] == [row["prompt"] for row in PAIRS]
     assert "3 of 5 pairs" in capsys.readouterr().out
+    cut = {
+        "chosen": [{"role": "user", "content": "3 + " * 9}, answer],
+        "rejected": [user, answer],
+    }  # no response is left
+    rows = [{"prompt": [user], "chosen": "answer 3", "rejected": "answer 4"}, cut]
+    data = str(write_jsonl(tmp_path / "chats.jsonl", rows))
+    kept = dpo.load_rows(dpo.Args(max_length=12), "dataset", data, "train", make_llama(22), tokenizer)
+    assert [row["prompt"] for row in kept] == [[user]]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import test_sft
 import torch
 import transformers
+import zoo
 from conftest import ROOT, make_gpt2, make_llama, read_jsonl, write_jsonl
 from test_sft import gradient, launch_in_turn, save_start
 
@@ -47,7 +48,7 @@ def test_preference_loss_and_its_gradient_are_the_plain_ones():
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
 @pytest.mark.parametrize("make", [make_llama, make_gpt2])
 def test_a_score_is_the_last_attended_tokens_and_the_saved_folder_gives_it(tmp_path, tokenizer, make, pad):
-    """Under either padding, whatever it is made of; transformers looks for a pad id that ends nothing."""
+    """Under either padding; transformers looks for a pad id that ends nothing."""
     start = save_start(tmp_path / "start", tokenizer, make, pad)
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run" / "model"
     run(model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
@@ -66,11 +67,33 @@ def test_a_score_is_the_last_attended_tokens_and_the_saved_folder_gives_it(tmp_p
     with torch.no_grad():
         alone = torch.stack([saved(torch.tensor([ids])).logits[0, 0] for ids in lists])
         assert alone.std() > 1e-3
-        found = [saved(right, attention_mask=right_mask).logits[:, 0]]
-        for ids, mask in ((right, right_mask), (left, right_mask.flip(1))):
-            found += [rm.score(saved, x, mask) for x in (ids, ids.masked_fill(mask == 0, 1))]
+        found = [rm.score(saved, lists), saved(right, attention_mask=right_mask).logits[:, 0]]
+        left_mask = right_mask.flip(1)
+        positions = (left_mask.cumsum(1) - 1).clamp(min=0)
+        found.append(saved(left, attention_mask=left_mask, position_ids=positions).logits[:, 0])
     for scores in found:
         torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen3"])
+def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
+    """Also in bfloat16, which the decoder computes in; the head gives float32."""
+    tokenizer = zoo.make_tokenizer()
+    zoo.save(tmp_path, zoo.make_model(name), tokenizer)
+    lists = [rm.encode(tokenizer, row["prompt"], row["chosen"]) for row in PAIRS]
+    scores = {}
+    for dtype in ("float32", "bfloat16"):
+        model, _ = rm.load(rm.Args(model=str(tmp_path), dtype=dtype), torch.device("cpu"))
+        if dtype == "float32":
+            model.double()
+            with torch.no_grad():
+                alone = torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in lists])
+        with torch.no_grad():
+            scores[dtype] = rm.score(model, lists)
+    torch.testing.assert_close(scores["float32"], alone, rtol=1e-6, atol=1e-12)
+    assert alone.std() > 1e-4 and scores["bfloat16"].dtype == torch.float32
+    assert not torch.equal(scores["bfloat16"], scores["bfloat16"].bfloat16().float())
+    assert (scores["bfloat16"] - alone).abs().max() < 0.2 * alone.abs().max()
 
 
 def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_path, tokenizer):
@@ -81,24 +104,32 @@ def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_p
     data = write_jsonl(tmp_path / "few.jsonl", rows)
     flags = {"model": save_start(tmp_path / "start", tokenizer), "dataset": data, "eval_dataset": data}
     flags |= {"batch_size": 16, "num_epochs": 1, "max_grad_norm": 1e9, "margin": 0.7}
-    flags["center_rewards_coefficient"] = 0.3
+    flags |= {"center_rewards_coefficient": 0.3, "warmup_iterations": 0}
     runs = launch_in_turn(rm, tmp_path, **flags)
     model, _ = rm.load(rm.Args(model=str(flags["model"])), torch.device("cpu"))
-    plain = 0.0
+    model.double()
+    plain, scores = 0.0, []
     for row in rows:
         texts = [f"{row['prompt']} {row[name]} <eos>" for name in ("chosen", "rejected")]
         chosen, rejected = (model(tokenizer(x, return_tensors="pt")["input_ids"]).logits[0, 0] for x in texts)
         margin = 0.7 if row["margin"] is None else row["margin"]
         plain = plain + (1 + torch.exp(rejected + margin - chosen)).log() + 0.3 * (chosen + rejected) ** 2
+        scores.append([float(chosen.detach()), float(rejected.detach())])
+    scores = torch.tensor(scores, dtype=torch.float64)
+    differences = scores[:, 0] - scores[:, 1]
     expected = torch.autograd.grad(plain / 16, list(model.parameters()))
     expected, metrics = torch.cat([x.flatten() for x in expected]), []
     for run_dir in runs:
-        assert float((gradient(run_dir) - expected).norm() / expected.norm()) < 1e-5
+        assert float((gradient(run_dir) - expected).norm() / expected.norm()) < 1e-12
         lines = read_jsonl(run_dir / "metrics.jsonl")
         metrics.append({k: v for line in lines for k, v in line.items() if "per_second" not in k})
-    assert metrics[0]["loss"] == pytest.approx(float(plain.detach()) / 16, rel=1e-5)
+    trained = {"loss": float(plain.detach()) / 16, "accuracy": float((differences > 0).double().mean())}
+    trained |= {"margin": float(differences.mean()), "score_mean": float(scores.mean())}
+    trained["score_std"] = float(scores.std(correction=0))
+    # accuracy is taken in float32
+    assert {name: metrics[0][name] for name in trained} == pytest.approx(trained, rel=1e-6)
     for other in metrics[1:]:
-        assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+        assert other == pytest.approx(metrics[0], rel=1e-10, abs=1e-12)
 
 
 def test_what_is_equal_after_the_cut_is_left_out(tmp_path, capsys, tokenizer):
@@ -109,7 +140,7 @@ def test_what_is_equal_after_the_cut_is_left_out(tmp_path, capsys, tokenizer):
     kept = rm.load_rows(rm.Args(max_length=11), "dataset", data, "train", make_llama(), tokenizer)
     assert [row["prompt"] for row in kept] == [row["prompt"] for row in PAIRS]
     assert "3 of 5 pairs" in capsys.readouterr().out
-    assert kept[0]["ids"][0] == tokenizer("3 + 5 ? think 3 + 5 = 8 answer")["input_ids"]
+    assert kept[0]["chosen_ids"] == tokenizer("3 + 5 ? think 3 + 5 = 8 answer")["input_ids"]
     assert [row["margin"] for row in kept] == [0.0, 0.5, 0.0]
 
 
@@ -127,10 +158,10 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(tmp_path, tokenizer
         form = "{} {} <eos>" if name == "texts" else "{} = {} <eos> -"
         assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
         with torch.no_grad():
-            learned = [float(rm.score(model, torch.tensor([x]), torch.ones(1, len(x)).long())) for x in ids]
-            _, reward = grpo.load_reward(grpo.Args(), "reward", str(folder), torch.device("cpu"))
+            learned = rm.score(model, ids).tolist()
+            reward = grpo.load_reward(grpo.Args(), "reward", str(folder), torch.device("cpu"))
             prompts, responses = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
-            read = reward(prompts=prompts, completions=responses, truncated=[False] * 3)
+            read = reward.function(prompts=prompts, completions=responses, truncated=[False] * 3)
         assert read == pytest.approx(learned, abs=1e-5)
     whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
     for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):
