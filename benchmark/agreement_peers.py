@@ -281,26 +281,30 @@ def offline(script, flags, name, options, models, tokenizer):
 
     if script == "sft":
         rows = [module.encode(tokenizer, row, "") for row in rows]
-        for mb in module.micro_batches(rows, 4, "cpu"):
-            module.completion_loss(model, *mb, sum(row["num_tokens"] for row in rows)).backward()
-        return gradient(model), theirs
-    for row in rows:
-        row["ids"] = [module.encode(tokenizer, row["prompt"], row[key]) for key in texts]
-        if script == "dpo":
-            row["ids"], row["starts"] = zip(*row["ids"])
-        row |= {"length": max(map(len, row["ids"])), "references": (0.0, 0.0), "margin": 0.0}
-    for mb in module.micro_batches(rows, range(8), 4, "cpu"):
-        if script == "reward_model":
-            _, *inputs, margins = mb
-            scores = module.score(model, *inputs).chunk(2)
-            loss = module.preference_loss(*scores, margins, args.center_rewards_coefficient, 8)
-        else:
+        num_tokens = sum(sum(row["completion_mask"]) for row in rows)
+        for batch in module.micro_batches(rows, 4, "cpu"):
+            module.completion_loss(model, batch, num_tokens).backward()
+    elif script == "reward_model":
+        for row in rows:
+            for key in texts:
+                row[f"{key}_ids"] = module.encode(tokenizer, row["prompt"], row[key])
+            row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+        args.micro_batch_size = 4
+        for batch in module.micro_batches(args, rows):
+            chosen, rejected = module.score(model, batch["texts"]).chunk(2)
+            center = args.center_rewards_coefficient
+            module.preference_loss(chosen, rejected, center=center, num_pairs=8).backward()
+    else:
+        for row in rows:
+            for key in texts:
+                row[f"{key}_text"] = module.encode(tokenizer, row["prompt"], row[key], args.max_length)
+            row["length"] = max(len(row[f"{key}_text"]["input_ids"]) for key in texts)
+        args.micro_batch_size = 4
+        for batch in module.micro_batches(args, rows, "cpu"):
             with torch.no_grad():
-                references = module.response_logprobs(models["ref"], *mb[2]).chunk(2)
-            loss = module.dpo_loss(
-                *module.response_logprobs(model, *mb[2]).chunk(2), *references, args.beta, 8
-            )
-        loss.backward()
+                references = module.response_logprobs(models["ref"], batch)
+            logprobs = module.response_logprobs(model, batch)
+            module.dpo_loss(*logprobs, *references, args.beta, 8).backward()
     return gradient(model), theirs
 
 
@@ -335,7 +339,7 @@ def main():
                     row["then"] = measure(*case[:4], *data)["difference"]
             rows.append(row)
     mask, packages = data[-1]["response_mask"], "torch transformers trl verl openrlhf".split()
-    ratios = (data[-1]["new_logprobs"] - data[-1]["logprobs"])[mask].exp()
+    ratios = (data[-1]["new_logprobs"] - data[-1]["old_logprobs"])[mask].exp()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     about = f"{len(mask)} responses, {len(ratios)} tokens, {sum(ratios < 0.8)} with a ratio below 0.8"
     about = f"`python benchmark/agreement.py`, {versions}; {about}, {sum(ratios > 1.2)} above 1.2."

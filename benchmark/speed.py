@@ -15,8 +15,8 @@ Works, all with a learning rate too small to change lengths; the weights are ran
             runs of half the batch side by side, which never wait for one another: the bound of two ranks here
 
 Everything runs in turn, repeated, so that a slow minute of the machine hits all of them. Tokens per second are pooled:
-all tokens over all seconds, without the first iteration of a run. TRL is installed into benchmark/.trl, an environment of
-its own. Writes results/<name>.json and .md.
+all tokens over all seconds, without the first iteration of a run. TRL is installed into benchmark/.trl, an environment
+of its own. Writes results/<name>.json and .md.
 """
 
 import itertools
