@@ -24,7 +24,9 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = shutil.ignore_patterns(".git", ".venv*", ".trl*", "runs", "results", "__pycache__", ".*_cache", "*.png")
+SKIPPED = shutil.ignore_patterns(
+    ".git", ".venv*", ".trl*", ".peers", "smollm2", "runs", "results", "__pycache__", ".*_cache", "*.png"
+)
 GRPO, RLOO, REMAX, PPO = "grpo.py", "rloo.py", "remax.py", "ppo.py"
 REINFORCE, RAFT, DR_GRPO = "reinforce.py", "raft.py", "dr_grpo.py"
 DAPO, GSPO, CISPO, DPO = "dapo.py", "gspo.py", "cispo.py", "dpo.py"
@@ -734,6 +736,67 @@ MUTANTS = [
         '    policy.load_state_dict((checkpoint or {"policy": policy.state_dict()})["policy"])\n'
         "    ref_logprobs = all_logprobs(args, policy, dataset)",
         f"{SFT_TESTS} -k 'killed and dpo'",
+    ),
+    # what main does around the functions
+    (
+        "kl the other way round",
+        GRPO,
+        'kl = rollout["old_logprobs"] - rollout["ref_logprobs"]',
+        'kl = rollout["ref_logprobs"] - rollout["old_logprobs"]',
+        on(1),
+    ),
+    ("the schedule stands still", PPO, "\n        scheduler.step()\n", "\n", f"{RUNS} -k follow_the"),
+    ("the critic's schedule stands still", PPO, "        critic_scheduler.step()\n", "", f"{RUNS} -k follow_the"),
+    (
+        "scores are not processed",
+        GRPO,
+        'process_scores(args, rollout["raw_scores"], rollout["truncated"])',
+        'rollout["raw_scores"]',
+        f"{REWARDS} -k processed_scores",
+    ),
+    (
+        "the logged score is the processed one",
+        GRPO,
+        'total(rollout["raw_scores"]) / args',
+        'total(rollout["scores"]) / args',
+        f"{REWARDS} -k processed_scores",
+    ),
+    (
+        "remax: the greedy response is penalized for the sampled one",
+        REMAX,
+        'torch.cat([rollout["truncated"], greedy["truncated"]])',
+        'torch.cat([rollout["truncated"]] * 2)',
+        f"{REWARDS} -k processed_scores",
+    ),
+    ("all seeds alike", GRPO, "(args.seed, iteration, RANK)", "(1, iteration, RANK)", f"{RUNS} -k another_seed"),
+    ("every epoch in one order", GRPO, "(args.seed, epoch)", "(args.seed, 0)", f"{ROLLOUT} -k each_epoch"),
+    (
+        "the gradient is not clipped",
+        GRPO,
+        "clip_grad_norm_(model.parameters(), args.max_grad_norm)",
+        "clip_grad_norm_(model.parameters(), math.inf)",
+        f"{ROLLOUT} -k max_grad_norm",
+    ),
+    (
+        "equal groups of a rank",
+        GRPO,
+        "total(groups.amax(1) == groups.amin(1)) / num_prompts",
+        "float((groups.amax(1) == groups.amin(1)).float().mean())",
+        "tests/test_ranks.py -k counted_on_all",
+    ),
+    (
+        "rows ordered by the mask",
+        GRPO,
+        'rollout["attention_mask"][:, -T:].sum(1)',
+        'rollout["response_mask"].sum(1)',
+        f"{ROLLOUT} -k micro_batches_hold",
+    ),
+    (
+        "dapo: rows of other groups",
+        DAPO,
+        "[rows[i] for i in chosen]",
+        "rows[:local_batch]",
+        f"{DAPO_TESTS} -k different",
     ),
 ]
 
