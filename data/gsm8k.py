@@ -40,7 +40,7 @@ def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     try:
         from math_verify import parse, verify
     except ImportError:
-        sys.exit("error: math-verify is missing; run pip install -r requirements-data.txt")
+        sys.exit("error: math-verify is missing; run pip install --group data")
     said = [parse(text.rpartition("####")[2]) if "####" in text else [] for text in completions]
     return [float(verify(parse(right), x)) for right, x in zip(answer, said)]
 

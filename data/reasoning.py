@@ -1,16 +1,16 @@
-"""Tasks with a right answer as the scripts take them: those of reasoning-gym, and three that a tiny model half can do.
+"""Prompts with a right answer: tasks of reasoning-gym, and three that a small model can learn.
 
-    python data/reasoning.py                           reversal of words: data/reversal/train.jsonl and test.jsonl
-    python data/reasoning.py --task largest            or sum: these three need no package
+    python data/reasoning.py                           writes data/reversal/train.jsonl and test.jsonl
+    python data/reasoning.py --task largest            or sum; these three tasks need no package
     python data/reasoning.py --task knights_knaves --train n_people=3 n_people=4 --test n_people=2 n_people=8 --think
     python rloo.py --dataset data/reversal/train.jsonl --eval_dataset data/reversal/test.jsonl
         --reward data/reasoning.py:score --model data/smollm2 ...                 docs/recipes.md has all flags
 
-Any other --task is one of reasoning-gym's hundred (pip install -r requirements-data.txt): levels are settings of that
-task, name=value with commas between, and its answers are judged by the task's own score_answer. A prompt is a chat with
-one worked example, which is what makes a small model answer in the form of it. A row has `prompt`, `answer`, `task`,
-`entry` (what score_answer needs) and `group`, the level; levels of --test that --train has not show what carries over.
-Held out are also ten plain questions, to see what the model forgets.
+Any other --task is one of reasoning-gym's (pip install --group data). Its levels are settings of the task: name=value,
+separated by commas. The task's own score_answer judges the answers. A prompt is a chat with one solved example, so
+that a small model answers in the same form. A row has `prompt`, `answer`, `task`, `entry` (for score_answer) and
+`group`, the level. Levels in --test that are not in --train show how well the model generalizes. The held-out rows
+also have ten plain questions, which show what the model forgets.
 """
 
 import itertools
@@ -93,7 +93,7 @@ def library():
     try:
         import reasoning_gym
     except ImportError:
-        sys.exit("error: reasoning-gym is missing; run pip install -r requirements-data.txt")
+        sys.exit("error: reasoning-gym is missing; run pip install --group data")
     return reasoning_gym
 
 

@@ -1,4 +1,4 @@
-"""What the tests share: the names of the scripts, small models, files of JSON lines, a way to run torchrun."""
+"""What the tests share: names of scripts, JSON lines, a way to start a script."""
 
 import json
 import os
@@ -9,41 +9,23 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, see pyproject.toml
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time
 os.environ["WANDB_MODE"] = "disabled"
 
 import sync
-import torch
-import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-POLICY_SCRIPTS = sync.policy_scripts()  # the folder is the registry
+sys.path += [str(ROOT / name) for name in ("data", "experiments")]
+POLICY_SCRIPTS = sync.policy_scripts()
 SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     """The toy's: one token per word, <pad> is 0, <eos> is 1."""
+    import transformers  # not installed for the tests of the site
+
     return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
-
-
-COMMON = {"initializer_range": 0.3, "eos_token_id": 1}  # random weights, distributions far from uniform
-
-
-def make_llama(vocab_size: int = 19, seed: int = 0, **options):
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"max_position_embeddings": 128, "pad_token_id": 0}
-    config = transformers.LlamaConfig(vocab_size=vocab_size, **COMMON, **sizes, **options)
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def make_gpt2(vocab_size: int = 19, seed: int = 0, **options):
-    """Learned positions and dropout 0.1 in its config, as the original has."""
-    torch.manual_seed(seed)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": None}
-    config = transformers.GPT2Config(vocab_size=vocab_size, **COMMON, **sizes, **options)
-    return transformers.GPT2LMHeadModel(config)
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -53,6 +35,11 @@ def read_jsonl(path: Path) -> list[dict]:
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def words_of(**flags) -> list[str]:
+    """The flags as words of a command line."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def launch(

@@ -13,11 +13,9 @@ the numbers of --device cpu up to rounding. As with CUDA and NCCL, these are err
 - .numpy() of a tensor on the device
 - a CPU tensor in a collective
 
-It cannot show what hardware and its kernels do: speed, memory, NaN, another rounding, a type or an operation
-that is missing (MPS has no float64). A CPU tensor of no dimensions passes in all operations, on CUDA in some.
+It cannot show what depends on hardware: speed, memory, NaN, other rounding, a missing type or operation.
 All ranks share one device, and all_reduce is the only collective. torch.load to the device does not work, and
-copy.deepcopy of a tensor there that is no parameter ends in a segmentation fault. This file uses private
-interfaces of torch, which a new version may change.
+copy.deepcopy of a tensor there that is no parameter crashes. This file uses private interfaces of torch.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import launch, read_jsonl, write_jsonl
+from conftest import launch, read_jsonl, words_of, write_jsonl
 from test_ranks import DRIVER, check_denominators
 from zoo import run
 
@@ -28,76 +28,84 @@ def flags(tmp_path):
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """What compute_advantages gets, and the prompts and the full responses of each iteration's batch."""
-    rollouts, compute_advantages = [], dapo.compute_advantages
-    watched = lambda args, rollout: rollouts.append(rollout) or compute_advantages(args, rollout)  # noqa: E731
-    monkeypatch.setattr(dapo, "compute_advantages", watched)
-    return rollouts
+def run_dapo(flags, monkeypatch, tmp_path):
+    """Runs dapo.py with more flags; returns the rollouts that compute_advantages gets, and the lines of metrics."""
+
+    def run_with(**more):
+        rollouts, original = [], dapo.compute_advantages
+        with monkeypatch.context() as patch:
+            patch.setattr(dapo, "compute_advantages", lambda args, x: rollouts.append(x) or original(args, x))
+            run("dapo", **flags | more, run_dir=tmp_path / "run")
+        return rollouts, read_jsonl(tmp_path / "run" / "metrics.jsonl")
+
+    return run_with
 
 
 def mixed(rollout) -> list[bool]:
+    """Which groups have different scores."""
     groups = rollout["scores"].view(-1, 8)
     return (groups.amax(1) > groups.amin(1)).tolist()
 
 
-def test_a_batch_has_groups_of_different_scores_only(flags, seen, tokenizer, tmp_path):
-    run("dapo", **flags, num_iterations=3, max_rollouts=50, log_every=1, run_dir=tmp_path / "run")
-    for rollout in seen:
+def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_path):
+    rollouts, lines = run_dapo(num_iterations=3, max_rollouts=50, log_every=1)
+    for rollout, line in zip(rollouts, lines, strict=True):
         assert len(rollout["scores"]) == 32 and all(mixed(rollout))
         sequences, mask = rollout["sequences"], rollout["response_mask"]
         T = mask.shape[1]
         prompts = zip(sequences[:, :-T], rollout["attention_mask"][:, :-T].bool())
         assert all(tokenizer.decode(ids[kept]).startswith("3 ") for ids, kept in prompts)
-        assert torch.equal(rollout["attention_mask"][:, -T:].bool(), mask)
-        texts = [tokenizer.decode(ids[kept], skip_special_tokens=True) for ids, kept in zip(sequences[:, -T:], mask)]
-        scores = [len(text) % 3 for text in texts]
-        assert rollout["scores"].tolist() == scores  # each response with its own, after the parts were joined
+        texts = [
+            tokenizer.decode(ids[kept], skip_special_tokens=True)
+            for ids, kept in zip(sequences[:, -T:], mask)
+        ]
+        assert rollout["scores"].tolist() == [
+            len(text) % 3 for text in texts
+        ]  # each its own, after the parts were joined
+        found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
+        assert line["rollouts"] > 1 and found in (
+            4,
+            5,
+            6,
+            7,
+        )  # before the last rollout there were fewer than 4
+        assert line["score"] != pytest.approx(
+            float(rollout["scores"].mean()), abs=1e-3
+        )  # it is of all sampled
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    for line in lines:
-        found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
-        assert line["rollouts"] > 1 and found in (4, 5, 6, 7)  # before the last rollout there were fewer than 4
-    for rollout, line in zip(seen, lines):
-        assert line["score"] != pytest.approx(float(rollout["scores"].mean()), abs=1e-3)  # it is of all sampled
 
 
-def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(flags, seen, tmp_path):
-    """And a first rollout that is enough is the whole of it."""
-    run("dapo", **flags, num_iterations=4, max_rollouts=2, run_dir=tmp_path / "run")
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert {line["rollouts"] for line in lines} == {2.0}
-    counts = [sum(mixed(rollout)) for rollout in seen]
-    assert [len(rollout["scores"]) for rollout in seen] == [32] * 4 and min(counts) < 4
-    for rollout, line in zip(seen, lines):
+def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(run_dapo):
+    rollouts, lines = run_dapo(num_iterations=4, max_rollouts=2)
+    assert min(sum(mixed(rollout)) for rollout in rollouts) < 4
+    for rollout, line in zip(rollouts, lines, strict=True):
+        assert len(rollout["scores"]) == 32 and line["rollouts"] == 2
         assert mixed(rollout) == sorted(mixed(rollout), reverse=True)
         assert line["equal_groups"] == pytest.approx(1 - sum(mixed(rollout)) / 8)
+
+
+def test_a_first_rollout_that_is_enough_is_the_whole_of_it(run_dapo, flags):
     write_jsonl(flags["dataset"], [{"prompt": f"3 + {last} ?"} for last in "5678"])
-    run("dapo", **flags, num_iterations=1, run_dir=tmp_path / "enough")
-    (line,) = read_jsonl(tmp_path / "enough" / "metrics.jsonl")
-    assert line["rollouts"] == 1 and line["equal_groups"] == 0
-    assert line["score"] == pytest.approx(float(seen[-1]["scores"].mean()))
+    (rollout,), (line,) = run_dapo(num_iterations=1)
+    assert (line["rollouts"], line["equal_groups"]) == (1, 0) and all(mixed(rollout))
 
 
-def test_the_filter_reads_raw_scores(flags, seen, tmp_path):
+def test_the_filter_reads_raw_scores(run_dapo):
     """The penalty on length makes the scores of every group differ, and the truncation penalty too."""
-    more = {"overlong_buffer": 12, "missing_eos_penalty": 0.5, "max_rollouts": 30}
-    run("dapo", **flags, **more, num_iterations=2, run_dir=tmp_path / "run")
-    assert all(line["rollouts"] > 1 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    _, lines = run_dapo(num_iterations=2, max_rollouts=30, overlong_buffer=12, missing_eos_penalty=0.5)
+    assert all(line["rollouts"] > 1 for line in lines)
 
 
 def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
     """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
-    words = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    words += ["--num_iterations", "3", "--micro_batch_size", "5"]
-    case = {"key": ["dapo"], "script": "dapo", "dtype": "float32", "sample": True, "flags": words}
+    words = words_of(**flags, num_iterations=3, micro_batch_size=5)
+    case = {"script": "dapo", "case": "sampled", "sample": True, "flags": words}
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     launch(DRIVER, tmp_path / "seen", tmp_path / "cases.json", ranks=2)
     pair = [torch.load(tmp_path / f"seen.{rank}.pt", weights_only=True)[0] for rank in (0, 1)]
     rollouts = [len(seen["responses"]) for seen in pair]
     assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
-    assert pair[0]["parameters"] == pair[1]["parameters"]
+    assert pair[0]["digests"] == pair[1]["digests"]
     check_denominators(pair)
-    lines = pair[0]["metrics"]
-    assert sum(line["rollouts"] for line in lines) == pytest.approx(sum(rollouts) / 2)
+    assert sum(line["rollouts"] for line in pair[0]["metrics"]) == pytest.approx(sum(rollouts) / 2)

@@ -1,4 +1,4 @@
-"""A small helping of benchmark/fuzz.py, and that it would notice."""
+"""A small part of tests/fuzz.py, and that it notices a mistake."""
 
 import fuzz
 import pytest

@@ -1,10 +1,10 @@
-"""The scripts find a pretend accelerator by themselves, and give the numbers there that they give on the CPU.
+"""The scripts find a pretend accelerator by themselves, and give there the numbers that they give on the CPU.
 
 Most of a short run is its imports, so all runs on one rank share a process, and so do those on two ranks:
 
     python tests/pretend.py tests/test_pretend.py RUNS.json
 
-RUNS.json is a list of [script, flags]. The error of a run is kept beside its folder, and the next run starts.
+RUNS.json is a list of [script, flags]. An error is written next to the run's folder.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, launch, read_jsonl, write_jsonl
+from soak import without_clock
 
 POLICY = {"batch_size": 16, "max_response_length": 6, "missing_eos_penalty": 0.5, "num_iterations": 2}
 STAGE = {"batch_size": 8, "lr_schedule": "constant_with_warmup", "num_epochs": 2}
 CASES = {
     "grpo": POLICY | {"reward_zscore": True, "reward_clip": 1.5},
-    # With a learning rate of 0, since a rounding of bfloat16 in the update could change what is sampled next.
+    # With a learning rate of 0: a rounding of bfloat16 in the update could change what is sampled next.
     "grpo bfloat16": POLICY | {"dtype": "bfloat16", "gradient_checkpointing": True, "learning_rate": 0.0},
     "ppo": POLICY,
     "remax": POLICY | {"reward": "toy/reward_model", "eval_reward": "exact_answer"},
@@ -43,18 +44,16 @@ def all_reduce_on_the_cpu(x):
         dist.destroy_process_group()
 
 
-def embed_cpu_ids(x):
-    return torch.nn.functional.embedding(torch.tensor([0]), x.view(3, 1))
-
-
-def shuffle_by_a_cpu_generator(x):
-    return torch.randperm(3, generator=torch.Generator(), device=x.device)
-
-
 MISTAKES = {  # and a part of the error
     "CPU tensor": (lambda x: x + torch.ones(3), "on the same device"),
-    "CPU ids": (embed_cpu_ids, "on the same device"),
-    "CPU generator": (shuffle_by_a_cpu_generator, "for generator"),
+    "CPU ids": (
+        lambda x: torch.nn.functional.embedding(torch.tensor([0]), x.view(3, 1)),
+        "on the same device",
+    ),
+    "CPU generator": (
+        lambda x: torch.randperm(3, generator=torch.Generator(), device=x.device),
+        "for generator",
+    ),
     "numpy": (lambda x: x.numpy(), "to numpy"),
     "all_reduce": (all_reduce_on_the_cpu, "No backend type"),
 }
@@ -112,7 +111,7 @@ def flags_of(case, folder, **changed):
 
 @pytest.fixture(scope="module")
 def stderr(folder):
-    """What the process printed there that ran all cases on the device. Each stops half-way and is resumed."""
+    """What the process prints there that runs all cases on the device. Each stops half-way and is resumed."""
     runs = []
     for case in CASES:
         length = "num_epochs" if "num_epochs" in CASES[case] else "num_iterations"
@@ -120,14 +119,10 @@ def stderr(folder):
     return launch_runs(folder, runs, ranks=1)
 
 
-def metrics(run_dir):
-    lines = read_jsonl(run_dir / "metrics.jsonl")
-    return [{name: x for name, x in line.items() if "per_second" not in name} for line in lines]
-
-
 def check_run(run_dir, cpu_run_dir, tolerance):
     assert json.loads((run_dir / "args.json").read_text())["device"] == "pretend"
-    for line, cpu_line in zip(metrics(run_dir), metrics(cpu_run_dir), strict=True):
+    metrics = [without_clock(x / "metrics.jsonl") for x in (run_dir, cpu_run_dir)]
+    for line, cpu_line in zip(*metrics, strict=True):
         assert line == pytest.approx(cpu_line, rel=tolerance, abs=tolerance)
     assert (run_dir / "model" / "config.json").exists()
 

@@ -1,4 +1,4 @@
-"""The three kinds of reward, and what happens to a score before the advantage."""
+"""The three kinds of reward, and how a score is processed before the advantage."""
 
 import importlib
 import json
@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import POLICY_SCRIPTS, ROOT, make_llama, read_jsonl, write_jsonl
-from zoo import WORDS, make_tokenizer, run, save
+from conftest import ROOT, SKELETONS, read_jsonl, write_jsonl
+from zoo import WORDS, make_model, make_tokenizer, run, save
 
 import grpo
 import ppo
@@ -20,26 +20,26 @@ ENDED = [True, False, True]
 ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
 
 
-def rollout_of(tokenizer, responses=RESPONSES, ended=ENDED):
-    """What generate would give for these responses, the prompts left out but for one token."""
-    ids = [tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(responses, ended)]
-    T = max(map(len, ids))
-    sequences = torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids])
-    mask = torch.tensor([[i < len(x) for i in range(T)] for x in ids])
-    return {"sequences": sequences, "response_mask": mask, "truncated": ~torch.tensor(ended)}
-
-
 def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
+    """The scores of RESPONSES, from a rollout as generate makes it, with prompts of one token."""
     tokenizer, args = tokenizer or make_tokenizer(), grpo.Args(reward=str(reward), **flags)
-    reward = grpo.load_reward(args, "reward", args.reward, CPU)
-    return grpo.score(reward, tokenizer, rows, rollout_of(tokenizer))
+    ids = [
+        tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(RESPONSES, ENDED)
+    ]
+    T = max(map(len, ids))
+    rollout = {
+        "sequences": torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids]),
+        "response_mask": torch.tensor([[i < len(x) for i in range(T)] for x in ids]),
+        "truncated": ~torch.tensor(ENDED),
+    }
+    return grpo.score(grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, rollout)
 
 
 @pytest.mark.parametrize(
     "marker, completion, answer, expected",
     [
         ("answer", "think 3 answer 8", "8", 1),
-        ("answer", "answer 3 answer  8 ", 8, 1),  # the last one, spaces aside, and a number in the column
+        ("answer", "answer 3 answer  8 ", 8, 1),  # the last marker counts; a number in the column
         ("answer", "answer 8 answer 3", "8", 0),
         ("answer", "answer 8 or 9", "8", 0),
         ("answer", "answer", "8", 0),
@@ -54,7 +54,7 @@ def test_exact_answer(marker, completion, answer, expected):
     assert grpo.exact_answer(marker, [completion], [answer]) == [expected]
 
 
-def test_exact_answer_scores_the_sampled_text_without_its_eos():
+def test_exact_answer_scores_the_response_without_its_eos():
     assert scores("exact_answer").tolist() == [1.0, 1.0, 0.0]
     assert scores("exact_answer", answer_marker="=").tolist() == [0.0, 0.0, 0.0]
 
@@ -74,20 +74,23 @@ def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
 
 def test_scores_are_processed_in_order():
     raw, truncated = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([False, True, False])
-    process = lambda **flags: grpo.process_scores(grpo.Args(**flags), raw, truncated)  # noqa: E731
+
+    def process(**flags):
+        return grpo.process_scores(grpo.Args(**flags), raw, truncated)
+
     assert torch.equal(process(), raw)
     assert process(missing_eos_penalty=0.5).tolist() == [1.0, -1.5, 3.0]
     assert process(missing_eos_penalty=0.5, reward_scale=2.0).tolist() == [2.0, -3.0, 6.0]
     assert process(missing_eos_penalty=0.5, reward_scale=2.0, reward_clip=2.5).tolist() == [2.0, -2.5, 2.5]
-    z = process(missing_eos_penalty=0.5, reward_zscore=True)
-    expected = torch.tensor([1.0, -1.5, 3.0])
-    torch.testing.assert_close(z, (expected - expected.mean()) / expected.std(correction=0))
-    assert process(reward_zscore=True, reward_clip=1.0).tolist()[1:] == [-1.0, 1.0]  # clipped after it
+    penalized = torch.tensor([1.0, -1.5, 3.0])
+    expected = (penalized - penalized.mean()) / penalized.std(correction=0)
+    torch.testing.assert_close(process(missing_eos_penalty=0.5, reward_zscore=True), expected)
+    assert process(reward_zscore=True, reward_clip=1.0).tolist()[1:] == [-1.0, 1.0]  # clipped last
     assert grpo.process_scores(grpo.Args(reward_zscore=True), torch.ones(3), truncated).tolist() == [0.0] * 3
 
 
 def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
-    """Two ranks with two scores each: what the other rank adds to a sum stands in for it."""
+    """Two ranks with two scores each; all_sum adds what the other rank has."""
     mine, other = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 9.0])
     both = torch.cat([mine, other])
     added = [other.sum(), (other - both.mean()).square().sum()]
@@ -99,35 +102,38 @@ def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
 
 def save_reward_model(folder, tokenizer, pad_token_id=0):
     torch.manual_seed(0)
-    config = make_llama(len(WORDS)).config
+    config = make_model("llama").config
     config.update({"num_labels": 1, "pad_token_id": pad_token_id})
     save(folder, transformers.LlamaForSequenceClassification(config), tokenizer)
-    return folder
 
 
-def unpadded(folder, texts: list[list[int]]) -> torch.Tensor:
-    """Scores of each sequence by itself, taken from the saved model's last hidden state."""
+def assert_scores(found, folder, texts: list[list[int]]):
+    """The scores are those of each text alone, from the saved model's last hidden state."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts]
-        return torch.stack([model.score(x)[0] for x in hidden])
+        expected = torch.stack([model.score(x)[0] for x in hidden])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad_token_id", [0, 1, None])  # its own, the EOS, none at all
+def ids_of(tokenizer, eos: int = 1) -> list[list[int]]:
+    """Prompts and responses as plain texts, with EOS where a response has ended."""
+    texts = zip(PROMPTS, RESPONSES, ENDED)
+    return [tokenizer(f"{prompt} {response}")["input_ids"] + [eos] * end for prompt, response, end in texts]
+
+
+@pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a token of its own, EOS, none
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
-def test_a_reward_model_reads_prompt_and_response_with_eos_where_it_ended(tmp_path, pad_token_id, micro_batch_size):
-    """At the last column whatever the padding, by positions without it: one score for any micro-batch."""
+def test_a_reward_model_reads_prompt_and_response_and_eos(tmp_path, pad_token_id, micro_batch_size):
     tokenizer = make_tokenizer(pad="<eos>")
     save_reward_model(tmp_path, tokenizer, pad_token_id)
-    texts = zip(PROMPTS, RESPONSES, ENDED)
-    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
     found = scores(tmp_path, tokenizer, micro_batch_size=micro_batch_size)
-    torch.testing.assert_close(found, unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+    assert_scores(found, tmp_path, ids_of(tokenizer))
 
 
 @pytest.mark.parametrize("chats", [False, True])
 def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, chats):
-    """The policy's words have other numbers; the turn of a truncated response stays open, and has no EOS."""
+    """The policy's words have other ids. The turn of a truncated response stays open and gets no EOS."""
     own = make_tokenizer(bos=True, chat=True)
     save_reward_model(tmp_path, own)
     changed = json.loads(own.backend_tokenizer.to_str())
@@ -135,13 +141,12 @@ def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, chats):
     core = type(own.backend_tokenizer).from_str(json.dumps(changed))
     policy = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     assert policy("think")["input_ids"] != own("think")["input_ids"]
-    chat = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    rows = [row | {"prompt": x} for row, x in zip(ROWS, chat)] if chats else ROWS
-    found = scores(tmp_path, policy, rows)
-    plain = lambda text: own(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    texts = [[2, 4, *plain(p), 3, 5, *plain(r)] for p, r in zip(PROMPTS, RESPONSES)]
-    texts = [[*ids, 3, 1] if end else ids for ids, end in zip(texts, ENDED)]
-    torch.testing.assert_close(found, unpadded(tmp_path, texts), rtol=0, atol=1e-5)
+    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
+    texts = []
+    for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
+        text = f"<user> {prompt} <end> <model> {response}" + " <end> <eos>" * end
+        texts.append(own(text)["input_ids"])  # with its BOS
+    assert_scores(scores(tmp_path, policy, rows), tmp_path, texts)
 
 
 def test_a_template_that_ends_in_eos_gets_no_second_one(tmp_path):
@@ -149,26 +154,23 @@ def test_a_template_that_ends_in_eos_gets_no_second_one(tmp_path):
     turns = "{% for m in messages %}{{ m.content }} {{ '<eos>' if m.role == 'assistant' }} {% endfor %}"
     tokenizer.chat_template = turns
     save_reward_model(tmp_path, tokenizer)
-    texts = zip(PROMPTS, RESPONSES, ENDED)
-    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
-    torch.testing.assert_close(scores(tmp_path), unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+    assert_scores(scores(tmp_path), tmp_path, ids_of(tokenizer))
 
 
 def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
-    """As OPT has it: one at the beginning, and one where the response ended."""
+    """As in OPT: one at the start, and one where the response ended. reward_model.py learns the same ids."""
     tokenizer = make_tokenizer(bos=True)
     tokenizer.eos_token = "<bos>"
     save_reward_model(tmp_path, tokenizer)
-    texts = zip(PROMPTS, RESPONSES, ENDED)
-    ids = [tokenizer(f"{prompt} {response}")["input_ids"] + [2] * end for prompt, response, end in texts]
-    torch.testing.assert_close(scores(tmp_path, tokenizer), unpadded(tmp_path, ids), rtol=0, atol=1e-5)
+    expected = ids_of(tokenizer, eos=2)
+    assert_scores(scores(tmp_path, tokenizer), tmp_path, expected)
     learned = [reward_model.encode(tokenizer, *pair) for pair in zip(PROMPTS, RESPONSES)]
-    assert [x for x, end in zip(learned, ENDED) if end] == [x for x, end in zip(ids, ENDED) if end]
+    assert learned[0] == expected[0] and learned[2] == expected[2]
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_path):
-    """--reward gives 3, --eval_reward 7, and neither is asked for the other's."""
+    """--reward gives 3, --eval_reward 7 or 8. --reward knows no column group."""
     (tmp_path / "mine.py").write_text(
         "def train(prompts, **_): return [3.0] * len(prompts)\n"
         "def held_out(prompts, group, **_): return [7.0 if g == 'a' else 8.0 for g in group]\n"
@@ -177,42 +179,37 @@ def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_
     flags = {"eval_dataset": write_jsonl(tmp_path / "e.jsonl", held_out), "eval_every": 1, "log_every": 1}
     flags |= {"reward": f"{tmp_path}/mine.py:train", "eval_reward": f"{tmp_path}/mine.py:held_out"}
     run(script, run_dir=tmp_path / "run", **flags)
-    evaluated = {"eval/score/a": 7.0, "eval/score/b": 8.0}
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [line for line in lines if "score" not in line] == [{"iteration": i} | evaluated for i in (0, 1, 2)]
+    evaluated = {"eval/score/a": 7.0, "eval/score/b": 8.0}
+    assert [line for line in lines if "score" not in line] == [
+        {"iteration": i} | evaluated for i in (0, 1, 2)
+    ]
     assert [line["score"] for line in lines if "score" in line] == [3.0, 3.0]
     assert {row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {3.0, 7.0, 8.0}
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
-def test_a_run_with_a_reward_model_of_another_tokenizer(script, tmp_path):
-    save_reward_model(tmp_path / "rm", make_tokenizer(bos=True, chat=True))
-    run(script, reward=tmp_path / "rm", run_dir=tmp_path / "run", num_iterations=1)
-    assert -100 < read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["score"] != 0
-
-
-def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path):
-    save_reward_model(tmp_path, make_tokenizer())  # <eos> is 1 as in the toy, but the digits are others
-    toy, models = ROOT / "toy", {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(toy / "policy")
-    for name in (toy / "reward_model", tmp_path, "exact_answer", "mine.py:f"):
-        models[str(name)] = ppo.load_critic(ppo.Args(reward=str(name)), tokenizer, CPU).state_dict()
+def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
+    save_reward_model(tmp_path, make_tokenizer())  # its digits have other ids than the toy's
+    toy = ROOT / "toy"
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model").state_dict()
     policy = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy").state_dict()
-    for name, state in models.items():
-        start = judge if name.endswith("reward_model") else policy
-        for key, x in state.items():
-            if key == "head.weight":
-                assert torch.equal(x, judge["score.weight"] if start is judge else torch.zeros_like(x))
-            else:
-                assert torch.equal(x, start[key.replace("decoder.", "model.", 1)])
+    for name in (toy / "reward_model", tmp_path, "exact_answer", "mine.py:f"):
+        critic = ppo.load_critic(ppo.Args(reward=str(name)), tokenizer, CPU).state_dict()
+        head = critic.pop("head.weight")
+        start = judge if name == toy / "reward_model" else policy
+        assert torch.equal(head, judge["score.weight"] if start is judge else torch.zeros_like(head))
+        assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
+
+
+def keep(kept: list, value):
+    kept.append(value)
+    return value
 
 
 def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp_path, monkeypatch):
+    """By the raw scores: the penalty would change which groups are equal."""
     rollouts, compute_advantages = [], grpo.compute_advantages
-    watched = lambda args, rollout: rollouts.append(rollout) or compute_advantages(args, rollout)  # noqa: E731
-    monkeypatch.setattr(grpo, "compute_advantages", watched)
-    # A penalty changes scores, and with them which groups are equal; the metric is of what the reward gives.
+    monkeypatch.setattr(grpo, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1])))
     flags = {"samples_per_prompt": 4, "batch_size": 32, "num_iterations": 4, "missing_eos_penalty": 0.5}
     run("grpo", run_dir=tmp_path / "grpo", **flags)
     shares = []
@@ -226,13 +223,14 @@ def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp
 
 
 @pytest.mark.parametrize("script", ["grpo", "remax"])
-def test_a_run_trains_on_processed_scores_and_logs_what_the_reward_gives(script, tmp_path, monkeypatch):
-    """And in remax.py the greedy response has its own penalty."""
+def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch, tokenizer):
+    """In remax.py the greedy response gets its own penalty."""
     module, generated, rollouts = importlib.import_module(script), [], []
     generate, compute_advantages = module.generate, module.compute_advantages
-    keep = lambda kept, value: kept.append(value) or value  # noqa: E731
     monkeypatch.setattr(module, "generate", lambda *x, **options: keep(generated, generate(*x, **options)))
-    monkeypatch.setattr(module, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1])))
+    monkeypatch.setattr(
+        module, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1]))
+    )
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [3.0 + len(x) for x in completions]")
     flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
     run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
@@ -242,11 +240,8 @@ def test_a_run_trains_on_processed_scores_and_logs_what_the_reward_gives(script,
     torch.testing.assert_close(rollout["scores"], expected)
     assert 0 < rollout["truncated"].sum() < 16
     if script == "remax":
-        texts = module.decode(load_toy_tokenizer(), generated[1], skip_special_tokens=True)
+        greedy = generated[1]
+        texts = module.decode(tokenizer, greedy, skip_special_tokens=True)
         raw = torch.tensor([3.0 + len(text) for text in texts])
-        torch.testing.assert_close(rollout["greedy_scores"], 2 * (raw - 0.5 * generated[1]["truncated"]))
-        assert (generated[1]["truncated"] != rollout["truncated"]).any()
-
-
-def load_toy_tokenizer():
-    return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
+        torch.testing.assert_close(rollout["greedy_scores"], 2 * (raw - 0.5 * greedy["truncated"]))
+        assert (greedy["truncated"] != rollout["truncated"]).any()

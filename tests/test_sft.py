@@ -1,36 +1,30 @@
-"""sft.py: the loss is on completion and EOS only, and weighs every token alike. Runs of stages 1 and 2."""
+"""sft.py: the loss is on completion and EOS only, each token with the same weight. Runs of stages 1 and 2."""
 
 import inspect
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import soak
 import torch
 import transformers
 import zoo
-from conftest import ROOT, launch, make_gpt2, make_llama, read_jsonl, write_jsonl
-from tokenizers.processors import TemplateProcessing
+from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
 
 import dpo
+import grpo
 import reward_model
 import sft
 
+DATA = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl", dpo: "preferences_train.jsonl"}
 ROWS = [
     {"prompt": "3 + 5 ?", "completion": "think 3 + 5 = 8 answer 8"},
     {"prompt": "1 - 2 + 3 - 4 ?", "completion": "answer 8"},
     {"prompt": "9 ?", "completion": "think 9 answer 9"},
 ]
-
-
-def run(script=sft, **flags) -> None:
-    flags = {name: x if isinstance(x, int | float) else str(x) for name, x in flags.items()}
-    script.main(script.Args(**{"device": "cpu"} | flags))
-
-
+ARCHITECTURES = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
+FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
 IN_FLOAT64 = """
 import sys
 import torch
@@ -48,14 +42,18 @@ script.main(tyro.cli(script.Args, use_underscores=True))
 """
 
 
+def run(script=sft, **flags) -> None:
+    flags = {name: x if isinstance(x, int | float) else str(x) for name, x in flags.items()}
+    script.main(script.Args(**{"device": "cpu"} | flags))
+
+
 def launch_in_turn(script, folder, **flags) -> list[Path]:
-    """Run in float64 with micro-batches of 16 and 5, and of 3 on 2 ranks, which say nothing on stderr."""
-    program = folder / "program.py"
+    """Run in float64 with micro-batches of 16 and 5, and of 3 on 2 ranks. Nothing is printed to stderr."""
+    program, runs = folder / "program.py", []
     program.write_text(IN_FLOAT64.format(root=str(ROOT), name=script.__name__))
-    runs = []
     for size, ranks in ((16, 1), (5, 1), (3, 2)):
         runs.append(folder / str(size))
-        more = as_flags(**flags, micro_batch_size=size, run_dir=runs[-1], device="cpu")
+        more = words_of(device="cpu", micro_batch_size=size, run_dir=runs[-1], **flags)
         assert launch(program, *more, ranks=ranks).stderr == ""
     return runs
 
@@ -69,22 +67,28 @@ def refused(script, capsys, **flags) -> str:
 
 
 def gradient(run_dir) -> torch.Tensor:
-    """Of a run of one step: ten times AdamW's first moment. It is float64 in launch_in_turn."""
+    """Of a run of one step: ten times AdamW's first moment."""
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
     return torch.cat([x["exp_avg"].flatten() for x in state.values()]) * 10
 
 
-def as_flags(**flags) -> list[str]:
-    return [x for name, value in flags.items() for x in (f"--{name}", str(value))]
+def gradient_of(model, loss: torch.Tensor) -> torch.Tensor:
+    parts = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return torch.cat([x.flatten() for x in parts if x is not None])
 
 
-def save_start(folder, tokenizer, make=make_llama, pad="<pad>", chat_template=None):
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference, as a share."""
+    return float((one - other).norm() / other.norm())
+
+
+def save_start(folder, tokenizer, name="llama", pad="<pad>", chat_template=None):
     """A model with random weights and the toy's tokenizer, with this pad token in tokenizer and config."""
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token, tokenizer.chat_template = pad, chat_template
     tokenizer.save_pretrained(folder)
-    model = make()
+    model = zoo.make_model(name, vocab_size=19)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     return folder
@@ -95,9 +99,9 @@ def start(tmp_path, tokenizer):
     return save_start(tmp_path / "start", tokenizer)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradient_are_the_plain_ones(name):
-    """Against one unpadded example at a time, token by token from the first of the completion to EOS."""
+    """Those of one unpadded example at a time, token by token."""
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     rows = [sft.encode(tokenizer, row, "") for row in ROWS]
     count = sum(sum(row["completion_mask"]) for row in rows)
@@ -107,57 +111,43 @@ def test_loss_and_gradient_are_the_plain_ones(name):
         prompt = tokenizer(row["prompt"])["input_ids"]
         ids = prompt + tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        plain = plain - sum(logprobs[t - 1, ids[t]] for t in range(len(prompt), len(ids)))
-    plain = plain / count
-    expected = torch.autograd.grad(plain, list(model.parameters()), allow_unused=True)
-    expected = torch.cat([x.flatten() for x in expected if x is not None])
-    exact = name in ("llama", "gpt2", "bloom", "mistral", "lfm2")  # the others have float32 inside
+        plain = plain - sum(logprobs[t - 1, ids[t]] for t in range(len(prompt), len(ids))) / count
+    expected, tolerance = gradient_of(model, plain), 1e-6 if name in FLOAT32_INSIDE else 1e-12
     for size in (3, 2):
         loss = sum(sft.completion_loss(model, mb, count) for mb in sft.micro_batches(rows, size, "cpu"))
         assert loss.dtype == torch.float64
-        assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-12 if exact else 1e-7)
-        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        found = torch.cat([x.flatten() for x in found if x is not None])
-        assert float((found - expected).norm() / expected.norm()) < (1e-12 if exact else 1e-6)
+        assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=tolerance)
+        assert difference(gradient_of(model, loss), expected) < tolerance
 
 
-def test_texts_and_chats_as_ids_with_one_bos_and_one_eos(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    chatty = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    bos = tokenizer.convert_tokens_to_ids("=")  # before every text, as Llama's, and in the template too
-    chatty._tokenizer.post_processor = TemplateProcessing(single="= $A", special_tokens=[("=", bos)])
-    chatty.bos_token = "="
-    chatty.chat_template = (
-        "{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}"
-        "{% if add_generation_prompt %}think{% endif %}"
-    )
-    text = sft.encode(chatty, {"prompt": "3 + 5 ?", "completion": "answer 8"}, "")
-    assert text["input_ids"] == tokenizer("= 3 + 5 ? answer 8 <eos>")["input_ids"]
+def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
+    tokenizer = zoo.make_tokenizer(bos=True, chat=True)
+    text = sft.encode(tokenizer, {"prompt": "3 + 5 ?", "completion": "answer 8"}, "")
+    assert tokenizer.decode(text["input_ids"]) == "<bos> 3 + 5 ? answer 8 <eos>"
     assert len(text["prompt_ids"]) == 5 and text["completion_mask"] == [False] * 5 + [True] * 3
     user, assistant = {"role": "user", "content": "3 + 5 ?"}, {"role": "assistant", "content": "answer 8"}
     rows = [{"messages": [user, assistant]}]
     rows += [{"prompt": [user], "completion": x, "messages": None} for x in ([assistant], "answer 8")]
     for row in rows:
-        chat = sft.encode(chatty, row, "")
-        assert chat["input_ids"] == tokenizer("= 3 + 5 ? think answer 8 <eos>")["input_ids"]
-        assert len(chat["prompt_ids"]) == 6 and chat["completion_mask"] == [False] * 6 + [True] * 3
+        chat = sft.encode(tokenizer, row, "")
+        assert tokenizer.decode(chat["input_ids"]) == "<bos> <user> 3 + 5 ? <end> <model> answer 8 <eos>"
+        assert len(chat["prompt_ids"]) == 8 and chat["completion_mask"] == [False] * 8 + [True] * 3
 
 
 def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, start):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "demonstrations.jsonl")[:24])
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[sft])[:24])
     flags = {"model": start, "dataset": data, "batch_size": 16, "eval_size": 8, "num_epochs": 1}
     runs = launch_in_turn(sft, tmp_path, **flags, max_grad_norm=1e9, warmup_iterations=0)
-    gradients = [gradient(run_dir) for run_dir in runs]
     metrics = [read_jsonl(run_dir / "metrics.jsonl") for run_dir in runs]
     losses = [[x.get("loss") or x["eval/loss"] for x in lines] for lines in metrics]
-    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]  # held out before, trained, held out after
+    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]  # evaluated, trained, evaluated
     for i in (1, 2):
-        assert float((gradients[0] - gradients[i]).norm() / gradients[0].norm()) < 1e-12
+        assert difference(gradient(runs[i]), gradient(runs[0])) < 1e-12
         assert losses[i] == pytest.approx(losses[0], rel=1e-12)
 
 
 def test_it_learns_to_stop(tmp_path, start):
-    """From random weights to the right answer and EOS, which is never sampled if it was not learned."""
+    """From random weights to the right answer and EOS."""
     data = write_jsonl(tmp_path / "data.jsonl", ROWS * 9)
     flags = {"model": start, "dataset": data, "batch_size": 24, "num_epochs": 60, "learning_rate": 1e-2}
     run(**flags, eval_size=3, eval_every=60, run_dir=tmp_path / "run")
@@ -185,27 +175,50 @@ def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
     assert len({tuple(x) for x in (first, second, prompts)}) == (3 if shuffle else 1)
 
 
-TOY = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl", dpo: "preferences_train.jsonl"}
+def test_samples_stay_within_the_positions_of_the_model(tmp_path, tokenizer):
+    """A model that never stops, and an example that takes all positions."""
+    start = save_start(tmp_path / "start", tokenizer, "gpt2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(start)
+    model.transformer.wte.weight.data[1] = 0  # the logit of EOS, which the others exceed
+    model.save_pretrained(start)
+    long = {"prompt": "3 + " * 62 + "?", "completion": "answer 3"}
+    assert len(sft.encode(tokenizer, long, "")["input_ids"]) == 128
+    flags = {"model": start, "batch_size": 2, "eval_size": 3, "num_epochs": 1, "learning_rate": 0}
+    data = write_jsonl(tmp_path / "data.jsonl", [*ROWS, ROWS[0], long])
+    run(**flags, dataset=data, run_dir=tmp_path / "run")
+    lengths = [len(x["response"].split()) for x in read_jsonl(tmp_path / "run" / "samples.jsonl")]
+    assert lengths[:3] == [126, 124, 3]
 
 
-@pytest.mark.parametrize("script", TOY)
+# From here on: sft.py, reward_model.py and dpo.py.
+
+
+def test_helpers_are_those_of_grpo():
+    """So that the tests of grpo.py hold for them."""
+    shared = "all_sum optimizer_step check explain say choose_device connect_ranks recomputed replacing"
+    for mother, names in ((grpo, f"{shared} start_run save_checkpoint"), (sft, "check_args locate find_run")):
+        for name in names.split():
+            for script in DATA:
+                assert inspect.getsource(getattr(script, name)) == inspect.getsource(getattr(mother, name))
+
+
+@pytest.mark.parametrize("script", DATA)
 def test_checkpointing_and_bfloat16(tmp_path, script):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / TOY[script])[: 256 + 64])
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[script])[: 256 + 64])
     losses = {}
-    key = "reward_model" if script is reward_model else "policy"
     for name, more in {"a": {}, "b": {"gradient_checkpointing": True}, "c": {"dtype": "bfloat16"}}.items():
         run(script, **more, dataset=data, batch_size=32, num_epochs=1, eval_every=1, run_dir=tmp_path / name)
         losses[name] = [x["loss"] for x in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in x]
     assert losses["b"] == pytest.approx(losses["a"], rel=1e-5)
     assert losses["c"] != losses["a"] and losses["c"] == pytest.approx(losses["a"], rel=0.1)
+    key = "reward_model" if script is reward_model else "policy"
     weights = torch.load(tmp_path / "c" / "checkpoint.pt", weights_only=True)[key]
     assert {x.dtype for x in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("script", TOY)
-def test_activations_are_recomputed_where_gradients_are_enabled_and_dropout_is_off(script, monkeypatch):
-    args = script.Args(gradient_checkpointing=True)
-    model, _ = script.load(args, torch.device("cpu"))
+@pytest.mark.parametrize("script", DATA)
+def test_activations_are_recomputed_only_for_gradients(script, monkeypatch):
+    model, _ = script.load(script.Args(gradient_checkpointing=True), torch.device("cpu"))
     assert not model.training
     calls = []
     model.get_decoder().layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
@@ -217,56 +230,28 @@ def test_activations_are_recomputed_where_gradients_are_enabled_and_dropout_is_o
     assert len(calls) == 3
 
 
-def test_helpers_are_the_same_in_all_three_scripts():
-    names = "all_sum optimizer_step check explain say check_args choose_device connect_ranks locate recomputed"
-    for name in [*names.split(), "replacing", "find_run", "start_run", "save_checkpoint"]:
-        assert len({inspect.getsource(getattr(script, name)) for script in TOY}) == 1, name
-
-
-@pytest.mark.parametrize("script", TOY)
-def test_a_killed_run_goes_on_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / TOY[script])[:64])
-    flags = {"dataset": data, "batch_size": 8, "num_epochs": 12, "save_every": 5, "eval_every": 7}
-    flags |= {"eval_size": 8, "num_epochs": 14} if script is sft else {"eval_dataset": data}
+@pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__)
+def test_a_killed_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[script])[:64])
+    flags = {"dataset": data, "batch_size": 8, "num_epochs": 3, "save_every": 5, "eval_every": 7}
+    flags |= {"warmup_iterations": 4} | ({"eval_size": 8} if script is sft else {"eval_dataset": data})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(script, **flags, run_dir=whole)
-    command = [sys.executable, script.__file__, *as_flags(**flags, run_dir=killed, device="cpu")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while not (killed / "checkpoint.pt").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    for name in ("metrics.jsonl", "samples.jsonl"):  # logged after the checkpoint, to be made again
-        (killed / name).open("a").write('{"iteration": 1000}\n')
+    process = soak.start(script.__name__, 1, killed, *words_of(device="cpu", **flags), kill="torn line:11")
+    assert soak.wait(process, killed) == -signal.SIGKILL
+    assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run(script, **flags, run_dir=killed)
-    clock = {"tokens_per_second": 0, "pairs_per_second": 0}
-    lines = [[x | clock for x in read_jsonl(folder / "metrics.jsonl")] for folder in (whole, killed)]
-    assert lines[0] == lines[1] and len(lines[0]) > 110
-    rates = [x["learning_rate"] for x in lines[0] if "learning_rate" in x]
-    linear = [min(i / 20, (len(rates) - i) / (len(rates) - 20)) for i in range(len(rates))]
+    assert soak.differences(whole, killed) == []
+    lines = read_jsonl(killed / "metrics.jsonl")
+    rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
+    linear = [min(i / 4, (len(rates) - i) / (len(rates) - 4)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
-    for name in ("samples.jsonl", "model/model.safetensors"):
-        assert (whole / name).read_bytes() == (killed / name).read_bytes()
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
     capsys.readouterr()
     run(script, **flags, run_dir=killed)
-    assert "is finished after 9" in capsys.readouterr().out
+    assert f"is finished after {len(rates)} iterations" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
     assert "--batch_size 4, was 8" in refused(script, capsys, **flags | {"batch_size": 4}, run_dir=killed)
-
-
-def test_samples_stay_within_the_positions_of_the_model(tmp_path, tokenizer):
-    """Learned positions, a model that never stops, and a held-out example that takes all of them."""
-    start, model = save_start(tmp_path / "start", tokenizer, make_gpt2), make_gpt2()
-    model.transformer.wte.weight.data[1] = 0  # the logit of EOS, which the others exceed
-    model.save_pretrained(start)
-    long = {"prompt": "3 + " * 62 + "?", "completion": "answer 3"}
-    assert len(sft.encode(tokenizer, long, "")["input_ids"]) == 128
-    flags = {"model": start, "batch_size": 2, "eval_size": 3, "num_epochs": 1, "learning_rate": 0}
-    data = write_jsonl(tmp_path / "data.jsonl", [*ROWS, ROWS[0], long])
-    run(**flags, dataset=data, run_dir=tmp_path / "run")
-    lengths = [len(x["response"].split()) for x in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert lengths[:3] == [126, 124, 3]
 
 
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
@@ -296,45 +281,34 @@ LONG = "3 + " * 100
         (reward_model, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
         (reward_model, {"rejected": None}, {}, "row 0 `rejected`"),
         (reward_model, {"prompt": CHAT[1:]}, {}, "row 0 chat_template"),
+        (dpo, {}, {"batch_size": 4}, "3 of 3 pairs give 4 or more"),
+        (dpo, {}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
+        (dpo, {}, {"beta": -0.1}, "--beta -0.1"),
+        (dpo, {"rejected": None}, {}, "row 0 `rejected`"),
+        (dpo, {"prompt": None}, {}, "row 0 empty prompt"),
+        (dpo, {"prompt": CHAT[1:]}, {}, "row 0 chat_template"),
+        (dpo, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
     ],
 )
-def test_bad_input_gets_one_sentence(tmp_path, capsys, monkeypatch, tokenizer, script, row, flags, words):
-    monkeypatch.chdir(tmp_path)  # where "outputs" is a model of three outputs
+def test_bad_input_gets_one_line(tmp_path, capsys, monkeypatch, tokenizer, script, row, flags, words):
+    monkeypatch.chdir(tmp_path)  # for the folders "outputs" and "no_eos"
     data = write_jsonl(tmp_path / "data.jsonl", [(ROWS[2] if script is sft else PAIR) | row] * 3)
     if flags.get("model") == "outputs":
         auto = transformers.AutoModelForSequenceClassification
         auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained("outputs")
         tokenizer.save_pretrained("outputs")
     if flags.get("model") == "no_eos":
-        save_start(tmp_path / "no_eos", zoo.make_tokenizer(), lambda: make_llama(22))
+        save_start(tmp_path / "no_eos", tokenizer)
         config = json.loads(Path("no_eos/tokenizer_config.json").read_text())
         del config["eos_token"]
         Path("no_eos/tokenizer_config.json").write_text(json.dumps(config))
-    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | ({"eval_size": 0} if script is sft else {})
+    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | (
+        {"eval_size": 0} if script is sft else {}
+    )
     said = refused(script, capsys, **default | flags)
     assert all(word in said for word in words.split()) and not Path("run").exists(), said
 
 
-@pytest.mark.parametrize("script", TOY)
-def test_ranks_that_do_not_divide_the_batch(capsys, monkeypatch, script):
-    monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    assert "--batch_size 5: use a multiple of 2" in refused(script, capsys, batch_size=5)
-
-
-def test_ranks_that_do_not_share_a_checkpoint(tmp_path):
-    """One has finished a run, the other has another folder."""
-    data = write_jsonl(tmp_path / "data.jsonl", ROWS * 2)
-    flags = {"dataset": data, "batch_size": 2, "eval_size": 0, "num_epochs": 1}
-    program = tmp_path / "program.py"
-    text = IN_FLOAT64.format(root=str(ROOT), name="sft")
-    program.write_text(
-        text.replace(
-            "script.Args,", "script.Args, args=[*sys.argv[1:], '--run_dir', 'run' + os.environ['RANK']],"
-        ).replace("import sys", "import os, sys")
-    )
-    run(**flags, run_dir=tmp_path / "run1")
-    saved = json.loads((tmp_path / "run1" / "args.json").read_text()) | {"ranks": 2}
-    (tmp_path / "run1" / "args.json").write_text(json.dumps(saved))
-    result = launch(program, *as_flags(**flags, device="cpu"), ranks=2, check=False, cwd=tmp_path)
-    assert result.returncode != 0 and "other checkpoints on other ranks" in result.stderr
-    assert not (tmp_path / "run0").exists()
+def test_ranks_must_divide_the_batch(capsys, monkeypatch):
+    monkeypatch.setattr(sft, "WORLD_SIZE", 2)
+    assert "--batch_size 5: use a multiple of 2" in refused(sft, capsys, batch_size=5)

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, tokenizers of many habits, and a script run in this process."""
+"""Small random models of many architectures, tokenizers of many kinds, and a script run in this process."""
 
 import importlib
 from pathlib import Path
@@ -10,33 +10,34 @@ import tyro
 
 WORDS = "<pad> <eos> <bos> <end> <user> <model> 0 1 2 3 4 5 6 7 8 9 + - = ? answer think".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-WINDOW = {"sliding_window": 4}  # prompts and responses are longer, so that it slides
-UNTIED = {"tie_word_embeddings": False}  # tied and random they repeat one token for ever
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+WINDOW = {"sliding_window": 4}  # shorter than prompts and responses
+UNTIED = {"tie_word_embeddings": False}  # tied random weights repeat one token for ever
+GEMMA = GROUPED | WINDOW | UNTIED | {"query_pre_attn_scalar": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 MAMBA |= {"mamba_chunk_size": 8, "mamba_d_ssm": 64}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-SCALAR = {"query_pre_attn_scalar": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-KINDS = ["linear_attention", "linear_attention", "full_attention"]
+LINEAR |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+CONV = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}
 ARCHITECTURES = {
     "llama": ("Llama", SIZES),
     "qwen2": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", SIZES | GROUPED),
-    "gemma": ("Gemma", SIZES | GROUPED),
-    "gemma2": ("Gemma2", SIZES | GROUPED | WINDOW | SCALAR | UNTIED | {"final_logit_softcapping": 3.0}),
-    "gemma3": ("Gemma3Text", SIZES | GROUPED | WINDOW | SCALAR | UNTIED | {"sliding_window_pattern": 2}),
+    "qwen3": ("Qwen3", GROUPED),
+    "gemma": ("Gemma", GROUPED),
+    "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", GEMMA | {"sliding_window_pattern": 2}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "gpt_neox": ("GPTNeoX", SIZES),
-    "qwen3_moe": ("Qwen3Moe", SIZES | GROUPED | EXPERTS),
+    "qwen3_moe": ("Qwen3Moe", GROUPED | EXPERTS),
     "granite": ("Granite", SIZES | {"logits_scaling": 2.0}),
     "cohere": ("Cohere", SIZES | {"logit_scale": 0.5}),
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4} | UNTIED),
-    "mistral": ("Mistral", SIZES | GROUPED | WINDOW),
-    "lfm2": ("Lfm2", SIZES | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}),
-    "falcon_h1": ("FalconH1", SIZES | GROUPED | MAMBA),
-    "qwen3_next": ("Qwen3Next", SIZES | GROUPED | EXPERTS | LINEAR | {"layer_types": KINDS}),
+    "mistral": ("Mistral", GROUPED | WINDOW),
+    "lfm2": ("Lfm2", SIZES | CONV),
+    "falcon_h1": ("FalconH1", GROUPED | MAMBA),
+    "qwen3_next": ("Qwen3Next", GROUPED | EXPERTS | LINEAR),
 }
 
 
@@ -60,8 +61,10 @@ CHAT += " <end> {% endfor %}{% if add_generation_prompt %}<model> {% endif %}"
 
 
 def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = False):
-    """One token per word. bos: puts <bos> before every text, as Llama and Gemma do; pad: any word, or None;
-    chat: has a template, whose turns end in <end> and not in <eos>."""
+    """One token per word.
+
+    bos puts <bos> before every text, as Llama and Gemma do. chat gives a template, whose turns end in <end>.
+    """
     words = {word: i for i, word in enumerate(WORDS)}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -75,7 +78,7 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
 
 
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
-    """As on the hub: several EOS ids stand in the generation config, and samplers that nobody asked for."""
+    """As on the hub: the generation config has several EOS ids, and settings of sampling to be ignored."""
     options = {"do_sample": True, "top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
     if model.can_generate():
         config = transformers.GenerationConfig(eos_token_id=stop_ids or 1, pad_token_id=0, **options)
@@ -86,9 +89,10 @@ def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
 
 
 def run(script: str, **flags) -> None:
-    """A script as its command line starts it, in this process; a small run, if the flags say no more."""
+    """Run a policy script in this process, small unless the flags say otherwise."""
     module = importlib.import_module(script)
-    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8, "eval_every": 0, "device": "cpu"}
+    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8}
+    small |= {"eval_every": 0, "device": "cpu"}
     words = []
     for name, value in (small | flags).items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]

@@ -3,11 +3,10 @@
     python tools/plot.py runs/a runs/b                       one line each, into plot.png
     python tools/plot.py runs/a runs/b --tokens --out b.png  against generated tokens, into another file
 
-Runs that have all flags in common but the seed are one line: their mean, shaded from the lowest to the highest, unless
-there are more than 7 lines. Where one of the runs has ended earlier, the line goes on with the others. A line is named
-by --exp_name and the flags that differ.
-Tokens are those of the responses that --batch_size counts; in dapo.py, times the rollouts. Of sft.py, reward_model.py
-and dpo.py it draws loss, accuracy and margin. It needs matplotlib, which requirements-dev.txt names.
+Runs whose flags differ only in the seed share a line: their mean, shaded from the lowest to the highest value. With
+more than 7 lines there is no shading. Where one run ends earlier, the line continues with the others. --exp_name and
+the flags that differ name a line. Tokens count the responses of --batch_size; in dapo.py, times the rollouts. For
+sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin. It needs matplotlib (pip install --group test).
 """
 
 import json

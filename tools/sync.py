@@ -1,12 +1,12 @@
-"""Carry an edit of grpo.py's skeleton into the other policy scripts, or show how two scripts differ.
+"""Copy an edit of grpo.py's skeleton into the other policy scripts, or show how two scripts differ.
 
     python tools/sync.py                      make sync
     python tools/sync.py --diff grpo rloo     make diff A=grpo B=rloo
 
-The skeleton is everything but the docstring and the estimator block. Most scripts have grpo.py's to the letter; those
-in INSERTS have a few lines more, and a three-way merge keeps these. Its base is the last skeleton with which
-the script agreed, committed or not. If an edit does not merge, the script is named, nothing is written to any, and the
-exit code is 1.
+The skeleton is everything except the docstring and the estimator block. Most scripts have exactly grpo.py's skeleton.
+Those in INSERTS have a few more lines, and a three-way merge keeps them. The base of the merge is the last skeleton
+with which the script agreed, committed or not. If an edit does not merge, the script is named, nothing is written, and
+the exit code is 1. The versions in requirements.txt are copied into the first lines of every script.
 """
 
 import difflib
@@ -103,6 +103,15 @@ def history(root: Path, name: str):
             yield text
 
 
+def pin(source: str, requirements: str) -> str:
+    """The source with the versions of requirements.txt in its inline metadata."""
+    begin, header, rest = source.partition("# dependencies = [")
+    line, end, rest = rest.partition("]\n")
+    for name, version in re.findall(r"^(\w+)==(\S+)", requirements, re.MULTILINE):
+        line = re.sub(f'"{name}==[^"]*"', f'"{name}=={version}"', line)
+    return begin + header + line + end + rest
+
+
 def sync(root: Path) -> int:
     mother, merged = (root / "grpo.py").read_text(), {}
     for name in policy_scripts(root):
@@ -119,12 +128,23 @@ def sync(root: Path) -> int:
     if conflicts:
         print("nothing written")
         return 1
-    for name, text in merged.items():
-        path = root / f"{name}.py"
+    requirements = (root / "requirements.txt").read_text()
+    for path in sorted(root.glob("*.py")):
+        text = pin(merged.get(path.stem, path.read_text()), requirements)
         if text != path.read_text():
             path.write_text(text)
-            print(f"{name}.py: merged")
+            print(f"{path.name}: updated")
     return 0
+
+
+def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
+    """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
+    sources = [(root / f"{name}.py").read_text() for name in (a, b)]
+    bodies = [re.search(rf"^def {function}\(.*?(?=\n\n\n)", source, re.M | re.S)[0] for source in sources]
+    lines = difflib.unified_diff(
+        *(body.splitlines() for body in bodies), f"{a}.py", f"{b}.py", "", "", n=99, lineterm=""
+    )
+    print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:

@@ -1,0 +1,80 @@
+"""Demonstrations, a reward model and reinforcement against it, on SmolLM2-135M: the three stages of RLHF.
+
+    python experiments/classic.py               run the commands of docs/recipes.md: 12 minutes on one core
+    python experiments/classic.py --no_run      only print the committed results
+
+A command that is finished says so and changes nothing, so an interrupted experiment resumes.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import tyro
+from common import ROOT, load, made, mean, print_commands, save, table, words_of
+
+DATA = ["--train", "4 words", "--test", "4 words", "3 words", "--demonstrations", "200", "--pairs", "200"]
+DATA += ["--folder", "data/four"]
+SHARED = {"micro_batch_size": 16, "learning_rate": 1e-5, "warmup_iterations": 2, "dtype": "bfloat16"}
+SFT = {"model": "data/smollm2", "dataset": "data/four/demonstrations.jsonl", "run_dir": "runs/four_sft"}
+SFT |= {"eval_size": 0, "num_epochs": 1, "batch_size": 16} | SHARED
+PAIRS = {"model": "runs/four_sft/model", "dataset": "data/four/pairs.jsonl", "run_dir": "runs/four_rm"}
+PAIRS |= {"num_epochs": 1, "batch_size": 16} | SHARED | {"micro_batch_size": 8, "learning_rate": 5e-5}
+RLOO = {"model": "runs/four_sft/model", "dataset": "data/four/train.jsonl", "run_dir": "runs/four"}
+RLOO |= {"reward": "runs/four_rm/model", "eval_reward": "data/reasoning.py:score", "reward_zscore": True}
+RLOO |= {"eval_dataset": "data/four/test.jsonl", "batch_size": 32} | SHARED
+RLOO |= {"max_response_length": 24, "kl_coef": 0.05, "num_iterations": 15, "eval_every": 5}
+GROUPS = ("4 words", "3 words")  # held-out lists
+STAGES = {"sft": SFT, "reward_model": PAIRS, "rloo": RLOO}
+COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reasoning.py", *DATA]]
+COMMANDS += [["python", f"{script}.py", *words_of(flags)] for script, flags in STAGES.items()]
+
+
+@dataclass
+class Args:
+    run: bool = True
+    """Train."""
+
+
+def commands() -> None:
+    """Print the commands."""
+    print_commands(*COMMANDS)
+
+
+def summary() -> None:
+    """Print the score of the reward model and the true accuracy at each evaluation of the last stage."""
+    _, _, rloo = (run["metrics"] for run in load("classic")["runs"])
+    rows, score = [], ""
+    for line in rloo:
+        score = f"{line['score']:.2f}" if "score" in line else score
+        if "eval/score/4 words" in line:
+            truth = [f"{line[f'eval/score/{group}']:.2f}" for group in GROUPS]
+            rows.append([str(line["iteration"]), score, *truth])
+    table(["iteration", "score of the reward model", *GROUPS], rows)
+
+
+def pairs_accuracy() -> None:
+    """Print the accuracy of the reward model."""
+    _, metrics, _ = (run["metrics"] for run in load("classic")["runs"])
+    accuracy = [line["accuracy"] for line in metrics if "accuracy" in line]
+    print(f"Accuracy of the reward model on its last five batches of pairs: {mean(accuracy[-5:]):.2f}.")
+
+
+def main(args: Args) -> None:
+    if args.run:
+        for command in COMMANDS:
+            print(shlex.join(command), flush=True)
+            subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
+        runs = []
+        for script, flags in STAGES.items():
+            lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
+            runs.append({"script": script, "metrics": [json.loads(line) for line in lines]})
+        save("classic", {"made": made(), "runs": runs})
+    summary()
+    pairs_accuracy()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

@@ -1,0 +1,108 @@
+"""dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, at equal numbers of generated tokens.
+
+    python experiments/dynamic_sampling.py               train and print the table: 10 minutes on two cores
+    python experiments/dynamic_sampling.py --no_run      only print the committed results
+
+The toy's prompts with another reward, mixed_reward.py: 35 % of them score 1 whatever the response, 35 % score 0, and
+30 % by the rule. So 70 % of the groups have equal scores from the start. Measured is the sampled accuracy on the
+prompts of the rule, after each optimizer step and against all tokens generated up to it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from common import ROOT, curve, group_by, label, load, mean, print_made, run_all, show, table, train
+
+RUNS = [  # iterations such that all generate about as many tokens
+    ("grpo", {"num_iterations": 160}),
+    ("dapo", {"num_iterations": 45, "overlong_buffer": 0}),
+    ("dapo", {"num_iterations": 160, "overlong_buffer": 0, "max_rollouts": 1}),
+]
+BUDGETS = (50_000, 100_000, 150_000, 200_000)  # generated tokens at which accuracies are compared
+
+
+@dataclass
+class Args:
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Which seeds."""
+    run: bool = True
+    """Train what the result file lacks."""
+
+
+def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
+    data, log = run_dir.parent / "data.jsonl", run_dir.parent / "rollouts.jsonl"
+    rows = [json.loads(line) for line in (ROOT / "toy" / "train.jsonl").open()]
+    kinds = (["given"] * 7 + ["out of reach"] * 7 + ["rule"] * 6) * (len(rows) // 20)
+    data.write_text("".join(json.dumps(row | {"kind": kind}) + "\n" for row, kind in zip(rows, kinds)))
+    options = {
+        "dataset": data,
+        "reward": "experiments/mixed_reward.py:score",
+        "log_every": 10**6,
+        "seed": seed,
+    }
+    lines, _ = train(script, flags | options, run_dir, env={"ROLLOUTS": str(log)})
+
+    rollouts = [json.loads(line) for line in log.open()]
+    outcome, tokens = {"tokens": [], "right": [], "rows": []}, 0
+    lines = [line for line in lines if "score" in line]
+    for line in lines:
+        count = round(line.get("rollouts", 1))
+        now, rollouts = rollouts[:count], rollouts[count:]
+        tokens += sum(rollout["tokens"] for rollout in now)
+        outcome["tokens"].append(tokens)
+        outcome["right"].append(sum(rollout["right"] for rollout in now))
+        outcome["rows"].append(sum(rollout["rows"] for rollout in now))
+    return outcome | {key: curve(lines, key) for key in ("rollouts", "equal_groups", "response_length")}
+
+
+def accuracy(run: dict, step: int) -> float:
+    """The accuracy after a step: that of the 200 or more responses to prompts of the rule sampled last."""
+    right = rows = 0
+    for i in reversed(range(step)):
+        right, rows = right + run["right"][i], rows + run["rows"][i]
+        if rows >= 200:
+            break
+    return right / rows
+
+
+def step_at(run: dict, tokens: int) -> int:
+    """The number of steps that generated so many tokens."""
+    return sum(count <= tokens for count in run["tokens"])
+
+
+def short_label(run: dict) -> str:
+    """The script, and --max_rollouts if the run has it: the other flags only set the length of a run."""
+    return label(
+        {"script": run["script"], "flags": {k: v for k, v in run["flags"].items() if k == "max_rollouts"}}
+    )
+
+
+def summary() -> None:
+    """Print a row for each method: mean, lowest and highest of the seeds."""
+    rows = []
+    for (name,), runs in group_by(load("dynamic_sampling")["runs"], short_label).items():
+        means = ["1", ""]
+        if runs[0]["rollouts"]:
+            values = ([x for run in runs for x in run[key]] for key in ("rollouts", "equal_groups"))
+            means = [f"{mean(all_steps):.2f}" for all_steps in values]
+        cells = [show([accuracy(run, 30) for run in runs])]
+        cells += [show([accuracy(run, step_at(run, budget)) for run in runs]) for budget in BUDGETS]
+        rows.append([name, *means, *cells])
+    budgets = [f"{budget:,} tokens" for budget in BUDGETS]
+    table(["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets], rows)
+
+
+def main(args: Args) -> None:
+    cells = [
+        {"script": script, "seed": seed, "flags": flags} for script, flags in RUNS for seed in args.seeds
+    ]
+    if args.run:
+        run_all("dynamic_sampling", cells, measure)
+    summary()
+    print_made("dynamic_sampling")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

@@ -1,0 +1,121 @@
+"""Peak memory on CPU: of one forward and backward pass, and of whole runs of grpo.py.
+
+    python experiments/memory.py        after make real, since some of the runs train SmolLM2-135M; 6 GB
+
+Each case has its own process. A pass counts without what the process held before it: the imports, the weights and the
+gradients. A run counts as a whole.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from common import ROOT, flags_of, load, memory_gib, run_all, table
+
+# Qwen2.5-0.5B has 24 layers of this width.
+WIDE = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+WIDE |= {"num_hidden_layers": 1, "vocab_size": 151936, "tie_word_embeddings": True}
+DEEP = {"hidden_size": 448, "intermediate_size": 2432, "num_attention_heads": 7, "num_key_value_heads": 1}
+DEEP |= {"num_hidden_layers": 12, "vocab_size": 1000, "tie_word_embeddings": True}
+LAYERS = {"shape": DEEP, "rows": 8, "length": 256}
+PASSES = {
+    "4 x 1,024 tokens": {"shape": WIDE, "rows": 4, "length": 1024},
+    "8 x 256 tokens": {"shape": WIDE, "rows": 8, "length": 256},
+    "activations kept": LAYERS,
+    "activations recomputed (--gradient_checkpointing)": LAYERS | {"checkpointing": True},
+}
+TOY = {"num_iterations": 2, "eval_every": 0}
+REAL = TOY | {
+    "model": "data/smollm2",
+    "dataset": "data/reversal/train.jsonl",
+    "reward": "data/reasoning.py:score",
+    "batch_size": 32,
+    "max_response_length": 16,
+    "micro_batch_size": 16,
+    "num_minibatches": 1,
+    "learning_rate": 1e-5,
+    "warmup_iterations": 2,
+    "save_every": 0,
+}
+RUNS = {
+    "the toy": TOY,
+    "SmolLM2-135M": REAL,
+    "SmolLM2-135M, --kl_coef 0 --gradient_checkpointing": REAL
+    | {"kl_coef": 0, "gradient_checkpointing": True},
+}
+
+
+@dataclass
+class Args:
+    case: str = ""
+    """Measure this pass in this process and print its GiB. The experiment calls itself with it."""
+    name: str = "memory"
+    """Name of the result file."""
+
+
+def measure_pass(shape: dict, rows: int, length: int, checkpointing: bool = False) -> float:
+    """GiB of a forward and backward pass over rows of 64 tokens of prompt and a response, in float32."""
+    import torch
+    import transformers
+
+    import grpo
+
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)).eval()
+    ids = torch.randint(0, shape["vocab_size"], (rows, 64 + length))
+    batch = {"sequences": ids, "attention_mask": torch.ones_like(ids)}
+    batch["response_mask"] = batch["attention_mask"][:, 64:].bool()
+    if checkpointing:
+        for layer in model.model.layers:  # as grpo.load does
+            layer.forward = functools.partial(grpo.recomputed, layer.forward)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = memory_gib("VmRSS")
+    grpo.token_logprobs(model, batch, 1.0).sum().backward()
+    return memory_gib("VmHWM") - before
+
+
+def measure(run_dir: Path, case: str) -> dict:
+    if case in PASSES:
+        command = [sys.executable, __file__, "--case", case]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return {"gib": float(output.split()[-1])}
+    command = [sys.executable, "grpo.py", *flags_of("grpo", RUNS[case] | {"run_dir": run_dir})]
+    # By default, glibc keeps some of the memory that was freed, and the peak would be that of its heap.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"grpo.py, {case}: exit code {process.returncode}")
+    return {"gib": usage.ru_maxrss / 2**20}
+
+
+def passes() -> None:
+    """One forward and backward pass, next to the size of its logits."""
+    gib = {run["case"]: run["gib"] for run in load("memory")["runs"]}
+    rows = []
+    for case, options in PASSES.items():
+        logits = 4 * options["rows"] * options["length"] * options["shape"]["vocab_size"] / 2**30
+        rows.append([case, f"{options['shape']['vocab_size']:,}", f"{logits:.2f}", f"{gib[case]:.2f}"])
+    table(["pass", "vocabulary", "logits, GiB", "peak, GiB"], rows)
+
+
+def runs() -> None:
+    """Whole runs of grpo.py."""
+    gib = {run["case"]: run["gib"] for run in load("memory")["runs"]}
+    table(["run of grpo.py", "peak, GiB"], [[case, f"{gib[case]:.2f}"] for case in RUNS])
+
+
+def main(args: Args) -> None:
+    if args.case:
+        print(measure_pass(**PASSES[args.case]))
+    else:
+        run_all(args.name, [{"case": case} for case in [*PASSES, *RUNS]], measure, workers=1)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

@@ -1,0 +1,193 @@
+"""SmolLM2-135M learns to reverse lists of words: the demonstration of `make real`, and every policy script.
+
+    python experiments/real.py --demo        rloo.py once: its command, accuracy and responses before and after
+    python experiments/real.py               train, draw and print the tables: 2 hours on two cores
+    python experiments/real.py --no_run      only draw and print the committed results
+
+Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
+The runs with task "largest" need python data/reasoning.py --task largest.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+import tyro
+from common import POLICY_SCRIPTS, ROOT, group_by, label, load, show, table
+
+FLAGS = {"model": "data/smollm2", "reward": "data/reasoning.py:score", "max_response_length": 16}
+FLAGS |= {"batch_size": 32, "samples_per_prompt": 8, "micro_batch_size": 16, "num_minibatches": 1}
+FLAGS |= {"learning_rate": 1e-5, "warmup_iterations": 2, "num_iterations": 20}
+FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; a cell has further ones
+DEMO = {"kl_coef": 0.3}  # of `make real`: large enough to keep the answers to plain questions
+ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
+SHORT = ALL | {"num_iterations": 14}
+
+
+def cell(script: str, flags: dict, task: str = "reversal", seed: int = 1) -> dict:
+    return {"script": script, "seed": seed, "task": task, "flags": flags}
+
+
+CELLS = [
+    *(cell(script, ALL) for script in POLICY_SCRIPTS),
+    *(cell(script, ALL, seed=seed) for script in ("rloo", "grpo") for seed in (2, 3)),
+    *(cell("rloo", {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)),
+    *(cell("rloo", ALL | {"kl_coef": beta}) for beta in (0.3, 1)),
+    cell("ppo", ALL | {"critic_learning_rate": 1e-5}),
+    *(cell(script, SHORT, "largest") for script in ("rloo", "grpo", "reinforce_pp")),
+    cell("rloo", SHORT | {"kl_coef": 0.3}, "largest"),
+    cell("rloo", SHORT | {"samples_per_prompt": 2}, "largest"),
+    cell("rloo", SHORT | {"learning_rate": 3e-6}, "largest"),
+    cell("rloo", SHORT | {"num_iterations": 22}, "largest"),
+    cell("rloo", SHORT | {"num_iterations": 22, "learning_rate": 3e-5}, "largest"),
+]
+
+
+@dataclass
+class Args:
+    demo: bool = False
+    """Run rloo.py once, and print its accuracy and its responses before and after."""
+    run: bool = True
+    """Train what the result file lacks."""
+
+
+def all_flags(script: str, seed: int, task: str, flags: dict) -> dict:
+    """The flags of a run. A script whose default is one response per prompt keeps it."""
+    data = {"dataset": f"data/{task}/train.jsonl", "eval_dataset": f"data/{task}/test.jsonl"}
+    shared = data | FLAGS
+    if common.defaults(script)["samples_per_prompt"] == "1":
+        del shared["samples_per_prompt"]
+    return shared | flags | {"seed": seed}
+
+
+def command_of(run_dir: str, script: str, seed: int, task: str = "reversal", flags: dict = DEMO) -> list[str]:
+    """The command line, without the flags that the script does not have."""
+    flags = all_flags(script, seed, task, flags) | {"run_dir": run_dir}
+    return ["python", f"{script}.py", *common.flags_of(script, flags)]
+
+
+def read(run_dir: Path) -> dict:
+    """The evaluations of a run, and the samples of the first and of the last."""
+    lines, samples = (
+        [json.loads(x) for x in (run_dir / f"{name}.jsonl").open()] for name in ("metrics", "samples")
+    )
+    first = [sample for sample in samples if sample["iteration"] == 0]
+    last = [sample for sample in samples if sample["iteration"] == lines[-1]["iteration"]]
+    evaluations = [line for line in lines if "eval/score/plain questions" in line]
+    return {"evaluations": evaluations, "samples": first + last[-3:]}
+
+
+def measure(run_dir: Path, script: str, seed: int, task: str, flags: dict) -> dict:
+    lines, seconds = common.train(script, all_flags(script, seed, task, flags), run_dir)
+    lines = [line for line in lines if "score" in line]
+    tokens = sum(FLAGS["batch_size"] * line["response_length"] * line.get("rollouts", 1) for line in lines)
+    curves = {key: [line[key] for line in lines if key in line] for key in ("score", "kl", "entropy")}
+    return {"seconds": seconds, "tokens": tokens} | curves | read(run_dir)
+
+
+def held_out(run: dict) -> dict[str, tuple[float, float]]:
+    """Greedy accuracy before and after the run, by group of held-out prompts."""
+    before, *_, after = run["evaluations"]
+    names = [name for name in before if name.startswith("eval/score/")]
+    return {name.removeprefix("eval/score/"): (before[name], after[name]) for name in names}
+
+
+def print_run(run: dict) -> None:
+    """Print accuracy and responses before and after a run."""
+    print(f"{'held out, greedy':20}before  after")
+    for name, (before, after) in held_out(run).items():
+        print(f"{name:20}{before:.2f}    {after:.2f}")
+    for when, samples in (("before", run["samples"][:3]), ("after", run["samples"][3:])):
+        print(f"\n{when}:")
+        for sample in samples:
+            print(f"    {sample['prompt'][-1]['content']} -> {sample['response']}")
+
+
+def demo() -> None:
+    run_dir = f"runs/real__{time.strftime('%Y%m%d-%H%M%S')}"
+    command = command_of(run_dir, "rloo", 1)
+    print(" ".join(command), flush=True)
+    subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
+    print_run(read(ROOT / run_dir))
+
+
+def demo_command() -> None:
+    """Print the command of `make real`."""
+    common.print_commands(command_of("runs/real", "rloo", 1))
+
+
+def demo_output() -> None:
+    """Print what `make real` prints of the committed run."""
+    [run] = runs_of("reversal", DEMO)
+    print("\n```")
+    print_run(run)
+    print("```\n")
+
+
+def runs_of(task: str, flags: dict | None = None) -> list[dict]:
+    """The committed runs on a task, by script; with flags, those that have exactly these."""
+    runs = [run for run in load("real")["runs"] if run["task"] == task and flags in (None, run["flags"])]
+    return sorted(runs, key=lambda run: (run["script"], run["seed"]))
+
+
+def print_rows(runs: list[dict], name) -> None:
+    """Print a row for each group of runs with the same name: held-out accuracy after training."""
+    rows = []
+    for (head,), part in group_by(runs, name).items():
+        cells = [show([held_out(run)[group][1] for run in part]) for group in held_out(part[0])]
+        rows.append([head, *cells])
+    table(["script", *held_out(runs[0])], rows)
+    before = ", ".join(f"{before:.2f} on {name}" for name, (before, _) in held_out(runs[0]).items())
+    print(f"Before training: {before}.\n")
+
+
+def summary() -> None:
+    """Print a row for each script: mean, lowest and highest of the seeds."""
+    print_rows(runs_of("reversal", ALL), lambda run: f"`{run['script']}.py`")
+
+
+def plain_questions() -> None:
+    """Print a row for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
+    runs = [run for run in runs_of("reversal") if run["script"] == "rloo" and run["seed"] == 1]
+    rows = {"before": ["before training", "", "", "", ""]}
+    for run in sorted(runs, key=lambda run: run["flags"]["kl_coef"]):
+        beta, column = run["flags"]["kl_coef"], 3 if "dtype" in run["flags"] else 1
+        row = rows.setdefault(beta, [f"{beta:g}", "", "", "", ""])
+        for i, group in enumerate(("3 words", "plain questions")):
+            rows["before"][column + i], row[column + i] = (f"{x:.2f}" for x in held_out(run)[group])
+    table(["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"], rows.values())
+
+
+def largest() -> None:
+    """Print a row for each run on the largest of some numbers, with its flags beyond FLAGS and ALL."""
+    short = lambda flags: {name: value for name, value in flags.items() if ALL.get(name) != value}  # noqa: E731
+    print_rows(runs_of("largest"), lambda run: label(run | {"flags": short(run["flags"])}))
+
+
+def draw() -> None:
+    """Draw the runs of the table of all scripts."""
+    import plot
+
+    groups = {}
+    for run in runs_of("reversal", ALL):
+        groups.setdefault(run["script"], []).append(common.plot_rows(run, "score", "kl", "entropy"))
+    plot.draw(groups, ROOT / "docs" / "real.png", columns=3)
+
+
+def main(args: Args) -> None:
+    if args.demo:
+        return demo()
+    if args.run:
+        common.run_all("real", CELLS, measure)
+    draw()
+    summary()
+    plain_questions()
+    largest()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

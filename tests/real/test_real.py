@@ -1,0 +1,165 @@
+"""A real model, SmolLM2-135M, in rloo.py, and the result in other tools: make test-real.
+
+Needs data/smollm2, the group test-real of pyproject.toml and 6 GB of memory. All tests share one small run.
+"""
+
+import os
+import signal
+
+import gsm8k
+import pytest
+import reasoning
+import soak
+import torch
+import transformers
+from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
+
+import rloo
+
+pytestmark = pytest.mark.real
+MODEL = ROOT / "data" / "smollm2"
+CPU = torch.device("cpu")
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+ARGS = rloo.Args(model=str(MODEL), max_response_length=16)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Paths for training and evaluation."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = reasoning.make_rows(reasoning.Args(held_out=8, size=24))
+    test = [row for row in rows["test"] if row["group"] == "3 words"]
+    return write_jsonl(folder / "train.jsonl", rows["train"]), write_jsonl(folder / "test.jsonl", test)
+
+
+@pytest.fixture(scope="module")
+def rows(data):
+    return read_jsonl(data[1])
+
+
+@pytest.fixture(scope="module")
+def flags(data):
+    flags = {"model": MODEL, "dataset": data[0], "eval_dataset": data[1], "max_response_length": 16}
+    flags |= {"batch_size": 8, "samples_per_prompt": 4, "micro_batch_size": 4, "learning_rate": 1e-5}
+    return words_of(num_iterations=3, save_every=1, eval_every=3, **flags)
+
+
+@pytest.fixture(scope="module")
+def result(flags, tmp_path_factory):
+    """The folder of a run of three iterations."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    assert launch(ROOT / "rloo.py", *flags, "--run_dir", folder, env=ENV, timeout=900).stderr == ""
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return rloo.load(ARGS, transformers.AutoModelForCausalLM, "model", ARGS.model, CPU)
+
+
+def prompt_ids(tokenizer, row) -> list[int]:
+    return tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+
+
+def greedy(model, tokenizer, rows) -> list[str]:
+    prompts = [prompt_ids(tokenizer, row) for row in rows]
+    generated = rloo.generate(model, tokenizer, prompts, ARGS, greedy=True)
+    return rloo.decode(tokenizer, generated, skip_special_tokens=True)
+
+
+def test_a_killed_run_resumes_to_the_last_bit(flags, result, tmp_path):
+    killed = soak.start("rloo", 1, tmp_path / "killed", *flags, kill="torn checkpoint:2")
+    assert soak.wait(killed, tmp_path / "killed") == -signal.SIGKILL
+    launch(ROOT / "rloo.py", *flags, "--run_dir", tmp_path / "killed", env=ENV, timeout=900)
+    assert soak.differences(result, tmp_path / "killed") == []
+
+
+def test_tied_embeddings_stay_tied_and_are_trained(result):
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(x) for x in (MODEL, result / "model"))
+    assert after.lm_head.weight.data_ptr() == after.model.embed_tokens.weight.data_ptr()
+    weights = dict(before.named_parameters())
+    assert all(not torch.equal(weights[name], x) for name, x in after.named_parameters())
+
+
+def test_log_probs_are_those_of_a_plain_forward(loaded, rows):
+    """And those of sampling, up to rounding."""
+    model, tokenizer = loaded
+    text = prompt_ids(tokenizer, rows[0])
+    ids = torch.tensor([text + tokenizer(rows[0]["answer"])["input_ids"] + [tokenizer.eos_token_id]])
+    T = ids.shape[1] - len(text)
+    batch = {"sequences": ids, "attention_mask": torch.ones_like(ids)}
+    batch["response_mask"] = torch.ones(1, T, dtype=torch.bool)
+    torch.manual_seed(1)
+    rollout = rloo.generate(model, tokenizer, [prompt_ids(tokenizer, row) for row in rows], ARGS)
+    with torch.no_grad():
+        expected = (model(ids).logits[0, -T - 1 : -1] / 0.7).log_softmax(-1).gather(1, ids[0, -T:, None]).T
+        torch.testing.assert_close(rloo.token_logprobs(model, batch, 0.7), expected, rtol=0, atol=1e-4)
+        again = rloo.token_logprobs(model, rollout, 1.0)
+    assert 0 < float((again - rollout["old_logprobs"]).abs().max()) < 1e-4
+
+
+def test_pipeline_opens_the_result(result, rows):
+    model, tokenizer = rloo.load(ARGS, transformers.AutoModelForCausalLM, "model", str(result / "model"), CPU)
+    generate = transformers.pipeline("text-generation", str(result / "model"))
+    chats = [generate(row["prompt"], max_new_tokens=16, do_sample=False)[0]["generated_text"] for row in rows]
+    assert [chat[-1]["content"] for chat in chats] == greedy(model, tokenizer, rows)
+
+
+def test_lm_eval_opens_the_result_and_finds_the_same_accuracy(result, rows, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result / "model")
+    template = {"add_generation_prompt": True, "tokenize": False}
+    texts = [
+        {"text": tokenizer.apply_chat_template(r["prompt"], **template), "answer": r["answer"]} for r in rows
+    ]
+    task = {"task": "reversal", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(write_jsonl(tmp_path / "test.jsonl", texts))}}
+    task |= {
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    task["generation_kwargs"] = {"until": ["<|im_end|>"], "max_gen_toks": 16, "do_sample": False}
+    options = {"model": "hf", "model_args": {"pretrained": str(result / "model"), "dtype": "float32"}}
+    found = lm_eval.simple_evaluate(tasks=[task], bootstrap_iters=0, device="cpu", **options)
+    last = [line for line in read_jsonl(result / "metrics.jsonl") if "eval/score/3 words" in line][-1]
+    assert found["results"]["reversal"]["exact_match,none"] == last["eval/score/3 words"]
+
+
+def test_trl_opens_the_result_and_trains_it(result, rows, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    options = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+    options |= {"max_steps": 1, "learning_rate": 1e-5, "use_cpu": True, "bf16": False}
+    options |= {"report_to": "none", "save_strategy": "no"}
+    trainer = trl.GRPOTrainer(
+        str(result / "model"),
+        reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
+        args=trl.GRPOConfig(str(tmp_path), **options),
+        train_dataset=datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+    )
+    start = transformers.AutoModelForCausalLM.from_pretrained(result / "model").state_dict()
+    assert all(torch.equal(x, start[name]) for name, x in trainer.model.named_parameters())
+    trainer.train()
+    assert any(not torch.equal(x, start[name]) for name, x in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "said, right", [("#### 1,000", 1), ("so #### $1000.0", 1), ("1000", 0), ("#### 100", 0)]
+)
+def test_gsm8k_compares_numbers(said, right):
+    assert gsm8k.reward(["Think. " + said], ["1000"]) == [right]
+
+
+def test_an_answer_that_is_half_right_counts_nothing():
+    """A puzzle of reasoning-gym, scored by its own function, with and without tags."""
+    args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=3, held_out=3, think=True)
+    rows = reasoning.make_rows(args)["train"]
+    row = rows[0]
+    first, *rest = row["answer"].split(", ")
+    name, role = first.split(" is a ")
+    parts = [part for other in rows for part in other["answer"].strip(".").split(", ")]
+    wrong = next(part.split(" is a ")[1] for part in parts if role not in part)
+    half = ", ".join([f"{name} is a {wrong}", *rest])
+    said = [row["answer"], f"<think> {half} </think>\n<answer>{row['answer']}</answer>", half, "no idea"]
+    columns = {name: [row[name]] * 4 for name in ("answer", "task", "entry")}
+    assert reasoning.score(said, **columns) == [1, 1, 0, 0]

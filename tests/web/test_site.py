@@ -1,0 +1,215 @@
+"""The site, opened from disk in a browser without a network. make test-docs builds it."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.web
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "site"
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
+NAMES = sorted(path.stem for path in ROOT.glob("*.py"))
+PAIRS = [("grpo", "rloo"), ("ppo", "grpo"), ("sft", "grpo"), ("grpo", "dapo")]
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
+FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking".split()
+FLAGS += "--disable-component-update --disable-sync".split()
+
+
+def browser_path():
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium. Playwright allows one at a time, so each module closes its own."""
+    path = browser_path()
+    assert path, "install Chromium, on Debian with apt-get install chromium"
+    assert PAGES, "build the site: make docs"
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """A function that opens a page. It may cause no error in the console and no request to a network."""
+    wrong, contexts = [], []
+
+    def open_page(address, size=DESKTOP, **options):
+        contexts.append(browser.new_context(viewport=size, **options))
+        contexts[-1].set_default_timeout(10_000)
+        page = contexts[-1].new_page()
+        page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or wrong.append(r.url))
+        page.goto(f"{SITE.as_uri()}/{address}")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def diff(a, b):
+    """The lines that `diff` takes out of a and puts into b."""
+    output = subprocess.run(["diff", f"{a}.py", f"{b}.py"], cwd=ROOT, capture_output=True, text=True).stdout
+    lines = output.splitlines()
+    return tuple([line[2:] for line in lines if line[:2] == mark] for mark in ("< ", "> "))
+
+
+def assert_lines(page, selector, lines):
+    """Whole lines. CodeMirror draws only what is visible, so the page must be tall."""
+    playwright.expect(page.locator(selector)).to_have_count(len(lines), timeout=10_000)
+    assert page.locator(selector).evaluate_all("all => all.map(line => line.textContent)") == lines
+
+
+@pytest.mark.parametrize("a, b", PAIRS)
+def test_two_scripts_show_exactly_the_lines_of_diff(visit, a, b):
+    """Equal lines are folded. The key o shows both files whole."""
+    page = visit("compare.html", {"width": 1440, "height": 30000})
+    page.select_option("#a", a)
+    page.select_option("#b", b)
+    page.wait_for_selector(".cm-merge-b .cm-line")
+    gone, new = diff(a, b)
+    assert_lines(page, ".cm-merge-a .cm-changedLine", gone)
+    assert_lines(page, ".cm-merge-b .cm-changedLine", new)
+    assert page.inner_text("#count") == f"{len(gone + new)} lines differ"
+    assert page.locator(".cm-merge-a .cm-collapsedLines").count() >= 2
+    page.keyboard.press("o")
+    for side, name in (("a", a), ("b", b)):
+        source = (ROOT / f"{name}.py").read_text().splitlines()
+        assert_lines(page, f".cm-merge-{side} .cm-line", source)
+    assert page.locator(".cm-collapsedLines").count() == 0
+
+
+def test_the_address_carries_the_choice(visit):
+    page = visit("compare.html#grpo..rloo")
+    assert (page.input_value("#a"), page.input_value("#b")) == ("grpo", "rloo")
+    page.select_option("#b", "ppo")
+    assert page.url.endswith("compare.html#grpo..ppo") and page.title() == "grpo..ppo"
+    page.click("#swap")
+    assert page.url.endswith("#ppo..grpo") and page.input_value("#a") == "ppo"
+    page.go_back()
+    page.wait_for_function("document.title == 'grpo..ppo'")
+    assert page.input_value("#b") == "ppo"
+    copied = visit(page.url.rpartition("/")[2])
+    assert copied.inner_text("#diff") == page.inner_text("#diff")
+    page.click("text=all pairs")
+    assert page.locator("#matrix").is_visible() and not page.locator("#diff").is_visible()
+    wrong = visit("compare.html#grpo..gpro")
+    assert "grpo..gpro" in wrong.inner_text("#unknown") and wrong.locator("#matrix").is_visible()
+
+
+@pytest.mark.parametrize("path", ["index.html", "compare.html"])
+def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit, path):
+    page = visit(path)
+    cells = page.locator("#matrix a")
+    shown = cells.evaluate_all("cells => cells.map(c => [c.getAttribute('href'), c.textContent])")
+    assert len(shown) == len(NAMES) * (len(NAMES) - 1)
+    for address, count in shown:
+        gone, new = diff(*address.partition("#")[2].split(".."))
+        assert int(count) == len(gone + new), address
+    page.click("#matrix a[href$='#cispo..gspo']")
+    playwright.expect(page.locator("#formulas-a h2")).to_have_text("cispo.py")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_keyboard_moves_from_change_to_change(visit, size):
+    """Each becomes visible below the bar. The first follows the last. Scrolling changes what is next."""
+    page = visit("compare.html#sft..ppo", size)
+    total = int(page.inner_text("#at").split()[0])
+
+    def check(key, number):
+        page.keyboard.press(key)
+        assert page.inner_text("#at") == f"{number} of {total}"
+        page.wait_for_function(
+            """() => {
+                const line = document.querySelector(".cm-merge-b .here");
+                const before = line?.previousElementSibling;
+                const top = (before?.matches(".cm-deletedChunk, .cm-mergeSpacer") ? before : line)
+                    ?.getBoundingClientRect().top;
+                const bar = document.querySelector("#moves").getBoundingClientRect();
+                return top >= bar.bottom && top <= innerHeight;
+            }""",
+            timeout=2000,
+        )
+        page.wait_for_timeout(100)  # for the last frames of the scroll
+        return page.evaluate("scrollY")
+
+    check("p", total)  # far away, past lines whose height is not known yet
+    places = [check("nj"[n % 2], n + 1) for n in range(total)]
+    assert places == sorted(places) and len(set(places)) > total / 2
+    check("n", 1)
+    page.evaluate("scrollTo(0, 0)")
+    check("n", 1)
+    page.focus("#a")
+    page.keyboard.press("n")  # in a choice, a letter chooses
+    assert page.inner_text("#at") == f"1 of {total}"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_fits_a_phone_and_shows_no_tex(visit, path):
+    page = visit(path, PHONE)
+    pages = [path] if path != "compare.html" else [path, "compare.html#grpo..rloo", "compare.html#sft..ppo"]
+    for address in pages:
+        page.goto(f"{SITE.as_uri()}/{address}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], address
+        words = page.evaluate(
+            """() => {
+                const copy = document.querySelector(".md-content").cloneNode(true);
+                copy.querySelectorAll("code, pre, .katex-mathml, #diff, script").forEach(x => x.remove());
+                return copy.textContent;
+            }"""
+        )
+        assert not re.search(r"\$\$|\\[a-z]+|\\\(|\\\[", words), address
+
+
+def test_equations_are_rendered(visit):
+    """As many as the page's source has, with KaTeX's fonts from disk."""
+    page = visit("estimators.html")
+    source = re.sub(r"`[^`]*`", "", (ROOT / "docs" / "estimators.md").read_text())
+    formulas = len(re.findall(r"\$\$.+?\$\$|\$[^$]+\$", source, re.DOTALL))
+    assert page.locator(".katex-html").count() == formulas > 20
+    assert page.evaluate("document.fonts.ready.then(() => document.fonts.check('16px KaTeX_Main'))")
+    assert page.evaluate("[...document.fonts].filter(f => f.status == 'loaded').length") > 1
+    page = visit("compare.html#grpo..rloo")
+    for side in "ab":
+        assert page.locator(f"#formulas-{side} .katex-display").count() > 0
+
+
+def test_links_lead_somewhere():
+    """Links, pictures, scripts and anchors of every page, without the browser."""
+    targets = {path: (SITE / path).read_text() for path in PAGES}
+    ids = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in targets.items()}
+    pairs = {f"{a}..{b}" for a in NAMES for b in NAMES}
+    wrong = []
+    for path, text in targets.items():
+        text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+        for link in re.findall(r'\b(?:href|src)="?([^"\s>]*)', text):
+            if re.match(r"https?:|mailto:|data:|#?$", link):
+                continue
+            file, _, anchor = unquote(link).partition("#")
+            target = ((SITE / path).parent / file).resolve() if file else SITE / path
+            name = target.relative_to(SITE).as_posix()
+            known = pairs | ids.get(name, set()) if name == "compare.html" else ids.get(name, set())
+            if name == "playground.html" and anchor.startswith("preset="):
+                continue  # tests/web/test_playground.py opens such an address
+            if not target.is_file() or (anchor and anchor not in known):
+                wrong.append(f"{path}: {link}")
+    assert wrong == []
+
+
+def test_the_search_works_from_disk(visit):
+    page = visit("index.html")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("dynamic sampling")
+    page.locator("a", has_text=re.compile("dynamic sampling", re.IGNORECASE)).first.wait_for()
+    assert "\\\\frac" not in (SITE / "search.js").read_text()

@@ -1,0 +1,233 @@
+"""Make everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
+
+    python toy/make_toy.py                  some minutes on two cores; the same seed gives the same data
+    python toy/make_toy.py --out /tmp/toy   into another folder, to compare
+
+The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses
+(`answer 6`) or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md beside this file says what
+each result is for.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+HERE = Path(__file__).resolve().parent
+WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "-", "=", "?", "think", "answer"]
+WORKED_SHARE = 0.35  # of the demonstrations; the others guess
+SLIP_RATE = 0.06  # per step of a worked-out response: the result is off, and the chain goes on from it
+GUESS_RATE = 0.25  # of the guesses are right
+
+
+@dataclass
+class Args:
+    seed: int = 0
+    """Seeds every random choice, and the training of the models."""
+    out: Path = HERE
+    """Where the files go."""
+    curriculum_steps: int = 1280
+    """Batches of 128 of the curriculum, which teaches toy/base to work chains out."""
+    data_only: bool = False
+    """Write the JSONL files and the tokenizer, train nothing."""
+
+
+def make_chain(rng: random.Random, numbers: int) -> list:
+    """A chain of so many numbers with + or - between them: [3, "+", 5, "-", 2]."""
+    chain = [rng.randrange(10)]
+    for _ in range(numbers - 1):
+        chain += [rng.choice("+-"), rng.randrange(10)]
+    return chain
+
+
+def value(chain: list) -> int:
+    """What the chain comes to, modulo 10."""
+    total = chain[0]
+    for operator, number in zip(chain[1::2], chain[2::2], strict=True):
+        total = (total + number if operator == "+" else total - number) % 10
+    return total
+
+
+def prompt(chain: list) -> str:
+    return " ".join(map(str, chain)) + " ?"
+
+
+def worked_out(rng: random.Random, chain: list, slip_rate: float) -> str:
+    """The chain step by step, with slips; the answer is where it ends up."""
+    words, total = ["think", chain[0]], chain[0]
+    for operator, number in zip(chain[1::2], chain[2::2], strict=True):
+        total = value([total, operator, number])
+        if rng.random() < slip_rate:
+            total = (total + rng.randrange(1, 10)) % 10
+        words += [operator, number, "=", total]
+    return " ".join(map(str, [*words, "answer", total]))
+
+
+def guess(rng: random.Random, chain: list) -> str:
+    """Nothing but an answer, seldom the right one."""
+    right = value(chain)
+    return f"answer {right if rng.random() < GUESS_RATE else (right + rng.randrange(1, 10)) % 10}"
+
+
+def respond(rng: random.Random, chain: list) -> tuple[str, str]:
+    """A response in one of the two styles, as the demonstrations have them, and the name of the style."""
+    if rng.random() < WORKED_SHARE:
+        return worked_out(rng, chain, SLIP_RATE), "worked"
+    return guess(rng, chain), "guess"
+
+
+def distinct_chains(rng: random.Random, counts: dict[int, int], taken: set) -> list:
+    """So many different chains of each number of numbers, none of them in taken, which grows by them."""
+    chains = []
+    for numbers, count in counts.items():
+        while count:
+            chain = make_chain(rng, numbers)
+            if prompt(chain) not in taken:
+                taken.add(prompt(chain))
+                chains.append(chain)
+                count -= 1
+    rng.shuffle(chains)
+    return chains
+
+
+def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
+    """The rows of every JSONL file by its name; "curriculum" is used for training only and not committed."""
+    rng = random.Random(seed)
+    taken = set()
+    heldout = [
+        {"prompt": prompt(chain), "answer": str(value(chain)), "group": group}
+        for group, counts in {"2-5": {2: 32, 3: 56, 4: 56, 5: 56}, "6": {6: 200}, "8": {8: 200}}.items()
+        for chain in distinct_chains(rng, counts, taken)
+    ]
+    heldout_prompts = set(taken)
+    train = [
+        {"prompt": prompt(chain), "answer": str(value(chain))}
+        for chain in distinct_chains(rng, {2: 128, 3: 624, 4: 624, 5: 624}, taken)
+    ]
+
+    def fresh_chain(numbers: int) -> list:
+        """Any chain that is not held out."""
+        while prompt(chain := make_chain(rng, numbers)) in heldout_prompts:
+            pass
+        return chain
+
+    curriculum = []
+    for i in range(128 * curriculum_steps):
+        # The longest chain grows from 2 to 8 over the first three quarters.
+        longest = min(8, 2 + int(7 * i / (96 * curriculum_steps)))
+        chain = fresh_chain(rng.randint(2, longest))
+        completion = worked_out(rng, chain, slip_rate=0.0) if rng.random() < 0.8 else guess(rng, chain)
+        curriculum.append({"prompt": prompt(chain), "completion": completion})
+
+    demonstrations = []
+    for _ in range(10240):
+        chain = fresh_chain(rng.randint(2, 8))
+        demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)[0]})
+
+    pairs = []
+    while len(pairs) < 5000:
+        chain = fresh_chain(rng.randint(2, 5))
+        responses = [respond(rng, chain) for _ in range(8)]
+        right = [response for response in responses if response[0].endswith(f"answer {value(chain)}")]
+        wrong = [response for response in responses if response not in right]
+        if right and wrong:
+            (chosen, style), (rejected, other_style) = right[0], wrong[0]
+            group = "same style" if style == other_style else "different style"
+            pairs.append({"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group})
+    return {
+        "train": train,
+        "heldout": heldout,
+        "demonstrations": demonstrations,
+        "preferences_train": pairs[:4500],
+        "preferences_heldout": pairs[4500:],
+        "curriculum": curriculum,
+    }
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_tokenizer(words=WORDS):
+    """One token per word. It adds no special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
+    """A Llama of 0.16 M parameters with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=WORDS.index("<eos>"),
+            pad_token_id=WORDS.index("<pad>"),
+        )
+    )
+
+
+def train(script: str, out: Path, seed: int, *flags: str) -> None:
+    """Run a script and take its model to out."""
+    with tempfile.TemporaryDirectory() as runs:
+        run_dir = Path(runs) / "run"
+        command = [sys.executable, str(HERE.parent / script), "--seed", str(seed), "--device", "cpu"]
+        subprocess.run([*command, "--run_dir", str(run_dir), *flags], check=True)
+        out.mkdir(parents=True, exist_ok=True)
+        for file in (run_dir / "model").iterdir():
+            (out / file.name).write_bytes(file.read_bytes())
+
+
+def main(args: Args) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = make_data(args.seed, args.curriculum_steps)
+    for name in data.keys() - {"curriculum"}:
+        write_jsonl(args.out / f"{name}.jsonl", data[name])
+    if args.data_only:
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        untrained, curriculum = Path(scratch) / "untrained", Path(scratch) / "curriculum.jsonl"
+        make_tokenizer().save_pretrained(untrained)
+        make_untrained_model(args.seed).save_pretrained(untrained)
+        write_jsonl(curriculum, data["curriculum"])
+        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
+        flags += ["--lr_schedule", "constant_with_warmup"]
+        flags += ["--model", str(untrained), "--dataset", str(curriculum)]
+        train("sft.py", args.out / "base", args.seed, *flags)
+    demonstrations = str(args.out / "demonstrations.jsonl")
+    flags = ["--model", str(args.out / "base"), "--dataset", demonstrations]
+    train("sft.py", args.out / "policy", args.seed, *flags)
+    flags = ["--model", str(args.out / "policy"), "--dataset", str(args.out / "preferences_train.jsonl")]
+    flags += ["--eval_dataset", str(args.out / "preferences_heldout.jsonl")]
+    train("reward_model.py", args.out / "reward_model", args.seed, *flags)
+    flags = ["--model", str(args.out / "policy"), "--dataset", str(args.out / "train.jsonl")]
+    train("reinforce_pp.py", args.out / "teacher", args.seed, *flags)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
