@@ -148,6 +148,8 @@ def test_the_keyboard_moves_from_change_to_change(visit, size):
     places = [check("nj"[n % 2], n + 1) for n in range(total)]
     assert places == sorted(places) and len(set(places)) > total / 2
     check("n", 1)
+    check("p", total)
+    check("k", total - 1)
     page.evaluate("scrollTo(0, 0)")
     check("n", 1)
     page.focus("#a")
