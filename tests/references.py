@@ -248,3 +248,50 @@ def ppo_value_loss(args, batch, values, num_tokens):
             near = min(max(values[i, t], old - eps), old + eps)
             loss = loss + 0.5 * max((values[i, t] - target) ** 2, (near - target) ** 2) / num_tokens
     return loss
+
+
+def over_mean(i: int, group: list[float]) -> float:
+    mean = math.fsum(group) / len(group)
+    return 0.0 if mean == 0 else (group[i] - mean) / mean
+
+
+def maxrl_advantages(args, rollout):
+    return in_groups(over_mean, rollout["scores"].tolist(), args)
+
+
+sapo_advantages = dppo_advantages = grpo_advantages
+
+
+def distill_advantages(args, rollout):
+    rows = zip(rollout["old_logprobs"], rollout["ref_logprobs"], tokens(rollout["response_mask"]))
+    return [[float(ref[t]) - float(old[t]) for t in positions] for old, ref, positions in rows]
+
+
+maxrl_loss, distill_loss = rloo_loss, remax_loss
+
+
+def sapo_loss(args, batch, new, num_sequences, num_tokens):
+    loss, lengths = 0.0, batch["response_mask"].sum(1).tolist()
+    for i, _, ratio, _, advantage in token_terms(batch, new):
+        tau = args.tau_pos if advantage > 0 else args.tau_neg
+        gate = 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+        loss = loss - gate * advantage / lengths[i] / num_sequences
+    return loss, None
+
+
+def dppo_loss(args, batch, new, num_sequences, num_tokens):
+    loss, share = 0.0, 0.0
+    for i, positions in enumerate(tokens(batch["response_mask"])):
+        for t in positions:
+            advantage, p, old_p = (
+                float(batch["advantages"][i, t]),
+                new[i, t].exp(),
+                batch["old_logprobs"][i, t].exp(),
+            )
+            moved = float(p - old_p) if advantage > 0 else float(old_p - p)
+            if moved > args.delta:
+                share += 1 / num_tokens
+            else:
+                weight = min(float(p / old_p), args.max_ratio)
+                loss = loss - weight * advantage * new[i, t] / num_tokens
+    return loss, share

@@ -44,6 +44,10 @@ PROPERTIES = {
     "dapo": Properties(8, "the group", "yes", "none", "objective, -0.2 +0.28", "tokens", "2"),
     "gspo": Properties(8, "the group", "yes", "none", "objective, -0.0003 +0.0004", PER_LENGTH, "2"),
     "cispo": Properties(8, "the group", "yes", "none", "weight, -1 +0.28", "tokens", "2"),
+    "sapo": Properties(8, "the group", "yes", "none", "soft gate", PER_LENGTH, "2"),
+    "dppo": Properties(8, "the group", "yes", "none", "probability, 0.15", "tokens", "2"),
+    "maxrl": Properties(8, "the mean of its group", "yes", "none", "none", "responses", "1, fixed"),
+    "distill": Properties(1, "the teacher", "yes", "the objective", "none", "tokens", "1, fixed"),
 }
 
 
@@ -190,7 +194,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_a_constant_added_to_the_scores_of_a_group(name):
     moved = BASE["scores"] + 7.0 * (torch.arange(12) < 4)
     unchanged = equal(advantages_of(name, scores=moved)[:4], advantages_of(name)[:4])
-    assert unchanged == ("the group" in PROPERTIES[name].compared_with)
+    assert unchanged == any(x in PROPERTIES[name].compared_with for x in ("the group", "the teacher"))
 
 
 @each_script
@@ -237,11 +241,15 @@ def test_flags_and_clip(name):
     is_flat = bool(
         (slopes(name, 3.0)[BASE["response_mask"]] == 0).all()
     )  # good responses, far beyond any clip
-    assert is_flat == row.clip.startswith("objective")
+    assert is_flat == row.clip.startswith(("objective", "probability"))
     low, high = (
         getattr(args, f"clip_eps{side}", getattr(args, "clip_eps", None)) for side in ("_low", "_high")
     )
-    assert row.clip == "none" if low is None else row.clip.endswith(f", -{low:g} +{high:g}")
+    without = {"sapo": "soft gate", "dppo": f"probability, {getattr(args, 'delta', 0):g}"}
+    if low is None:
+        assert row.clip == without.get(name, "none")
+    else:
+        assert row.clip.endswith(f", -{low:g} +{high:g}")
     steps = (
         f"{args.num_minibatches * args.update_epochs}{'' if 'num_minibatches' in vars(args) else ', fixed'}"
     )
@@ -250,6 +258,25 @@ def test_flags_and_clip(name):
     assert text in (ROOT / "docs" / "estimators.md").read_text(), (
         f"docs/estimators.md lacks this row:\n{text}"
     )
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_maxrl_ascends_the_truncated_log_of_the_pass_rate(k):
+    """The expectation over all groups is the sum over j < k of the gradient of pass@j / j. With groups without a
+    success at 0 and the group's mean subtracted, the term j = k is lost."""
+    logits = torch.tensor([0.3, -0.5, 0.1, -1.0], dtype=torch.float64, requires_grad=True)
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    args, logprobs, expected = make_args("maxrl", samples_per_prompt=k), logits.log_softmax(0), 0.0
+    for group in product(range(4), repeat=k):
+        rows, mask = list(group), torch.ones(k, 1, dtype=torch.bool)
+        rollout = {"response_mask": mask, "scores": scores[rows]}
+        rollout |= MODULES["maxrl"].compute_advantages(args, rollout)
+        loss, _ = MODULES["maxrl"].policy_loss(args, rollout, logprobs[rows].view(k, 1), k, k)
+        probability = float(logprobs[rows].sum().detach().exp())
+        expected = expected - probability * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    failure = 1 - (logprobs.exp() * scores).sum()
+    truncated = sum((1 - failure**j) / j for j in range(1, k))
+    torch.testing.assert_close(expected, torch.autograd.grad(truncated, logits)[0], **EXACT)
 
 
 # A policy small enough to write down every response: quarters for the tokens 0, 1, EOS after each prefix.

@@ -18,7 +18,7 @@ COMMON = {"batch_size": 48, "max_response_length": 12}
 FIXED = COMMON | {"reward": f"{DRIVER}:reward", "num_iterations": 1, "max_grad_norm": 1e9, "kl_coef": 0.3}
 FIXED |= {"num_minibatches": 1}  # minibatches are drawn rank by rank: two would be others on other ranks
 SAMPLED = COMMON | {"num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}
-DRAWN = [name for name in SKELETONS if name != "dapo"]  # sampled in earnest here; dapo in test_dapo.py
+DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo is in test_dapo.py
 SIZES = {1: 7, 2: 5, 3: 3}  # the micro-batches on so many ranks; the whole batch is one on one rank
 
 

@@ -18,15 +18,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "    # --- estimator: begin"
-INSERTS = {"remax": 6, "dapo": 25, "ppo": 25}  # lines that a script may have beyond grpo.py's skeleton
+VARIANT = re.compile(
+    r"^# variant of (\w+)\.py$", re.MULTILINE
+)  # a script that is its parent with a system feature
+INSERTS = {"distill": 2, "remax": 6, "dapo": 25, "ppo": 25}  # lines that a script may have beyond grpo.py's skeleton
 OWN = re.compile(
     r'^""".*?^"""$|^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$', re.MULTILINE | re.DOTALL
 )
 
 
 def policy_scripts(root: Path = ROOT) -> list[str]:
-    """The names of the top-level files with an estimator block: this is all that makes a file a policy script."""
-    return sorted(path.stem for path in root.glob("*.py") if f"\n{MARKER}" in path.read_text())
+    """The names of the top-level files with an estimator block of their own."""
+    sources = {path.stem: path.read_text() for path in sorted(root.glob("*.py"))}
+    return [
+        name for name, source in sources.items() if f"\n{MARKER}" in source and not VARIANT.search(source)
+    ]
+
+
+def variants(root: Path = ROOT) -> dict[str, str]:
+    """The parent of each variant, by name."""
+    found = {path.stem: VARIANT.search(path.read_text()) for path in sorted(root.glob("*.py"))}
+    return {name: match[1] for name, match in found.items() if match}
 
 
 def skeleton(source: str) -> str:
@@ -79,15 +91,31 @@ def base_of(sibling: str, versions) -> str | None:
 
 
 def merge(mine: str, before: str, after: str) -> str | None:
-    """The script mine with the change of the mother's skeleton from before to after, or None where they conflict."""
+    """mine with the change from before to after, or None where they conflict."""
     with tempfile.TemporaryDirectory() as folder:
-        texts = {"mine": mine, "before": dress(skeleton(before), mine), "after": dress(skeleton(after), mine)}
-        for name, text in texts.items():
+        for name, text in {"mine": mine, "before": before, "after": after}.items():
             Path(folder, name).write_text(text)
-        result = subprocess.run(
-            ["git", "merge-file", "-p", *texts], cwd=folder, capture_output=True, text=True
-        )
+        command = ["git", "merge-file", "-p", "mine", "before", "after"]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return result.stdout if result.returncode == 0 else None
+
+
+def merge_variant(mine: str, before: str, after: str) -> str | None:
+    """A variant with the change of its parent. What stands above the imports is its own."""
+    start = mine.index("\nimport ")
+    body = merge(mine[start:], *(text[text.index("\nimport ") :] for text in (before, after)))
+    return body and mine[:start] + body
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True).stdout
+
+
+def parent_before(root: Path, name: str, parent: str) -> str:
+    """The parent in the last commit that changed the variant, when the two agreed; without one, the parent today."""
+    commit = git(root, "log", "-1", "--format=%H", "--", f"{name}.py").strip()
+    committed = commit and git(root, "show", f"{commit}:{parent}.py")
+    return committed or (root / f"{parent}.py").read_text()
 
 
 def history(root: Path, name: str):
@@ -95,10 +123,8 @@ def history(root: Path, name: str):
     yield (root / "grpo.py").read_text()
     siblings = [x for x in policy_scripts(root) if x not in INSERTS and x != name]
     yield from ((root / f"{x}.py").read_text() for x in siblings)
-    log = ["git", "log", "--format=%H", "--", "grpo.py"]
-    for commit in subprocess.run(log, cwd=root, capture_output=True, text=True).stdout.split():
-        show = ["git", "show", f"{commit}:grpo.py"]
-        text = subprocess.run(show, cwd=root, capture_output=True, text=True).stdout
+    for commit in git(root, "log", "--format=%H", "--", "grpo.py").split():
+        text = git(root, "show", f"{commit}:grpo.py")
         if f"\n{MARKER}" in text:
             yield text
 
@@ -118,10 +144,13 @@ def sync(root: Path) -> int:
         mine = (root / f"{name}.py").read_text()
         if name in INSERTS:
             base = base_of(mine, history(root, name))
-            merged[name] = base and merge(mine, base, mother)
+            merged[name] = base and merge(mine, *(dress(skeleton(text), mine) for text in (base, mother)))
         else:  # an edit made here and not in grpo.py is not overwritten
             known = any(skeleton(mine) == skeleton(x) for x in history(root, name))
             merged[name] = dress(skeleton(mother), mine) if known else None
+    for name, parent in variants(root).items():
+        mine, before = (root / f"{name}.py").read_text(), parent_before(root, name, parent)
+        merged[name] = merged[parent] and merge_variant(mine, before, merged[parent])
     conflicts = [name for name, text in merged.items() if text is None]
     for name in conflicts:
         print(f"{name}.py: the edit does not merge, or one was made here only; make it by hand in both")
