@@ -15,7 +15,7 @@ pi_old is the policy that sampled them, pi_theta the policy in training, sg stop
     loss  = -1/N_tok sum_i sum_t v_t sg(min(rho_t, max_ratio)) A_i log pi_theta(o_t)
 
 N_tok counts the response tokens of one optimizer step over all ranks. A ratio bounds a rare token tightly and
-a likely one hardly: from 0.001 to 0.002 is a ratio of 2, from 0.5 to 0.99 as well. The difference of
+a likely one hardly: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. The difference of
 probabilities is the reverse. There is no KL term.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 

@@ -20,6 +20,7 @@ from common import POLICY_SCRIPTS, ROOT, load, run_all, table
 
 PROMPTS, ACTIONS = 16, 8
 DRAWS, SEED = 2000, 0  # batches of each cell
+SCRIPTS = [x for x in POLICY_SCRIPTS if x not in ("distill", "maxrl")]  # without scores, and for 0 and 1 only
 SETTINGS = {
     "alike": "prompts alike",  # scores from N(0, 1)
     "means": "different mean",  # the same, plus N(0, 3) for each prompt
@@ -103,28 +104,12 @@ def find(**cell) -> dict:
 def summary() -> None:
     """Cosine and noise at 128 responses. Scripts with the same numbers share a row."""
     names = {}
-    for script in POLICY_SCRIPTS:
+    for script in SCRIPTS:
         runs = [find(script=script, **point) for point in SUMMARY]
         cells = tuple(f"{run['cosine']:.3f} / {run['noise']:.2f}" for run in runs)
         names.setdefault(cells, []).append(f"`{script}`")
     heads = [f"{SETTINGS[point['setting']]}, k = {point['k']}" for point in SUMMARY]
     table(["", *heads], [[", ".join(same), *cells] for cells, same in names.items()])
-
-
-def grpo_weights() -> None:
-    """The weight of a prompt of pass rate p in the expected gradient of GRPO, against a prompt of pass rate 0.5.
-
-    Exact, for scores 0 and 1. With m of k responses right, m binomial, the gradient towards the right answer has the
-    factor sqrt(m (k-m) (k-1) / k) / k, where the true gradient has p (1-p).
-    """
-
-    def weight(p: float, k: int) -> float:
-        odds = [math.comb(k, m) * p**m * (1 - p) ** (k - m) for m in range(k + 1)]
-        factors = [math.sqrt(m * (k - m) * (k - 1) / k) / k for m in range(k + 1)]
-        return sum(a * b for a, b in zip(odds, factors)) / (p * (1 - p))
-
-    rows = [[str(p), *(f"{weight(p, k) / weight(0.5, k):.2f}" for k in (2, 8, 64))] for p in (0.01, 0.1, 0.3)]
-    table(["pass rate", "k = 2", "k = 8", "k = 64"], rows)
 
 
 def draw(path: Path) -> None:
@@ -154,7 +139,7 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    names = itertools.product(SETTINGS, POLICY_SCRIPTS, [*BY_K, *BY_SIZE])
+    names = itertools.product(SETTINGS, SCRIPTS, [*BY_K, *BY_SIZE])
     cells = [{"setting": setting, "script": script, **point} for setting, script, point in names]
     run_all("bandit", cells, measure, workers=1)
     draw(ROOT / "docs" / "bandit.png")

@@ -75,6 +75,19 @@ def before(name: str = "toy_seeds") -> None:
     print(f"Before training: sampled {show([run['score'][0] for run in runs])}, greedy {greedy}.\n")
 
 
+def iterations_to_learn(*scripts: str) -> None:
+    """Print how soon the sampled accuracy, averaged over five iterations, exceeds 0.95."""
+    rows = []
+    for script in scripts:
+        runs = [run for run in load("toy_seeds")["runs"] if run["script"] == script]
+        starts = [range(len(run["score"]) - 4) for run in runs]
+        found = [
+            next(i for i in x if mean(run["score"][i : i + 5]) > 0.95) + 5 for x, run in zip(starts, runs)
+        ]
+        rows.append([f"`{script}.py`", show(found, 0)])
+    table(["script", "iterations"], rows)
+
+
 def draw(name: str) -> None:
     """Draw all scripts into one picture; of toy_seeds also a picture for each script."""
     import plot

@@ -21,7 +21,12 @@ MARKER = "    # --- estimator: begin"
 VARIANT = re.compile(
     r"^# variant of (\w+)\.py$", re.MULTILINE
 )  # a script that is its parent with a system feature
-INSERTS = {"distill": 2, "remax": 6, "dapo": 25, "ppo": 25}  # lines that a script may have beyond grpo.py's skeleton
+INSERTS = {
+    "distill": 2,
+    "remax": 6,
+    "dapo": 25,
+    "ppo": 25,
+}  # lines that a script may have beyond grpo.py's skeleton
 OWN = re.compile(
     r'^""".*?^"""$|^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$', re.MULTILINE | re.DOTALL
 )
