@@ -93,7 +93,12 @@ def train(
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
     seconds = time.perf_counter() - start
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()], round(seconds, 1)
+    return read_metrics(run_dir), round(seconds, 1)
+
+
+def read_metrics(run_dir: str | Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
 
 
 def environment(group: str, *without_dependencies: str) -> Path:

@@ -95,6 +95,37 @@ MUTANTS = {
         ("ppo: no lambda", "ppo.compute_advantages", "args.gae_lambda * advantage", "advantage"),
         ("ppo: the smaller value error", "ppo.value_loss", "torch.max(", "torch.min("),
     ],
+    "test_tools.py": [
+        (
+            "tools: answers are learned",
+            "reinforce_pp_tools.generate",
+            "response_mask &= answer_ids < 0",
+            "pass",
+        ),
+        ("tools: an answered EOS ends", "reinforce_pp_tools.generate", "t : t + 2] < 0", "t : t + 1] < 0"),
+        (
+            "tools: sampled in an answer",
+            "reinforce_pp_tools.generate",
+            "unsqueeze(1) >= 0",
+            "unsqueeze(1) >= 99",
+        ),
+        ("tools: no limit", "reinforce_pp_tools.generate", " & (num_calls[active] < args.max_calls)", ""),
+    ],
+    "test_lora.py": [
+        ("lora: the adapter in the reference", "grpo_lora.main", ", reference.disable_adapter()", ""),
+        (
+            "lora: another adapter on each rank",
+            "grpo_lora.add_adapter",
+            "torch.manual_seed(args.seed)",
+            "pass",
+        ),
+        ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
+    ],
+    "test_fsdp.py": [
+        ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
+        ("fsdp: the norm of a rank", "grpo_fsdp.optimizer_step", ".full_tensor()", ".to_local()"),
+        ("fsdp: whole weights stay", "grpo_fsdp.main", "gather(policy, False)", "pass"),
+    ],
     "test_ranks.py -k grpo": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),
         ("gradients are averaged", "grpo.optimizer_step", "= all_sum(", "= 1 / WORLD_SIZE * all_sum("),

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sync
 import tyro
 from conftest import ROOT, read_jsonl
 
@@ -138,7 +139,7 @@ def test_plain_english(path):
 
 def test_the_docs_are_short():
     words = {path: len(path.read_text().split()) for path in PAGES}
-    assert sum(words[path] for path in ROOT.glob("docs/*.md")) <= 7000
+    assert sum(words[path] for path in ROOT.glob("docs/*.md")) <= 7600
     assert [path.name for path in ROOT.glob("docs/scripts/*.md") if words[path] > 450] == []
     readme = ROOT / "README.md"
     assert words[readme] <= 1100 and len(readme.read_text().splitlines()) <= 130
@@ -201,9 +202,10 @@ def test_every_script_has_a_row_and_a_page_with_its_functions(path):
     assert f"(docs/scripts/{path.stem}.md)" in row
     text, other = ((ROOT / "docs" / "scripts" / f"{name}.md").read_text() for name in (path.stem, "grpo"))
     sections = [re.findall(r"^## (.+)$", page, re.MULTILINE) for page in (text, other)]
-    assert sections[0] == sections[1] and {"Equations", "Implementation details"} < set(sections[0])
+    assert sections[0] == sections[1] or path.stem in sync.variants()
+    assert {"Overview", "Equations", "Implementation details", "Limitations"} < set(sections[0])
     assert text.count("\n$$\n") >= 2 and text.count("$$") % 2 == 0
-    assert re.search(rf"make diff A={path.stem} B=\w+", " ".join(text.split()))
+    assert re.search(rf"make diff A=\w+ B={path.stem}`", " ".join(text.split()))
     named = re.findall(r"`(\w+)\.py:(\w+)`", text)
     functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
     assert named and {function for script, function in named if script == path.stem} <= functions

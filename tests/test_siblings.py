@@ -1,6 +1,7 @@
 """Policy scripts differ in docstring and estimator block, and in nothing else; sync.py keeps it so."""
 
 import ast
+import difflib
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sync
 from conftest import POLICY_SCRIPTS, ROOT
 from mutants import MUTANTS, Mutant
 
+VARIANTS = sync.variants()
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in POLICY_SCRIPTS}
 BLOCK = {"ppo": 90, "dapo": 90}  # lines of the estimator block; 50 in the others
 
@@ -56,7 +58,9 @@ def test_a_script_stands_alone(path):
     metadata = re.search(r"\A# /// script\n(.*?)^# ///$", source, re.MULTILINE | re.DOTALL)
     pins = re.findall(r'"([\w.-]+==[^"]+)"', metadata.group(1))
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    assert pins == [line for line in lines if "==" in line and not line.startswith("#")]
+    own = ["peft==0.21.2"] if path.stem == "grpo_lora" else []
+    assert pins == [line for line in lines if "==" in line and not line.startswith("#")] + own
+    assert all(pin in (ROOT / "pyproject.toml").read_text() for pin in own)
     assert max(map(len, source.splitlines())) <= 110
 
 
@@ -72,8 +76,8 @@ def commit(folder) -> None:
 
 @pytest.fixture
 def repository(tmp_path):
-    """A git repository of the policy scripts and their requirements, committed."""
-    for name in (*(f"{name}.py" for name in POLICY_SCRIPTS), "requirements.txt"):
+    """A git repository of the policy scripts, the variants and their requirements, committed."""
+    for name in (*(f"{name}.py" for name in (*POLICY_SCRIPTS, *VARIANTS)), "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     git(tmp_path, "init", "--quiet")
     commit(tmp_path)
@@ -119,6 +123,28 @@ def test_sync_names_a_conflict_and_writes_nothing(repository, capsys):
         (repository / f"{name}.py").write_text(text)
     assert sync.main([], repository) == 1 and "rloo.py: the edit does not merge" in capsys.readouterr().out
     assert (repository / "rloo.py").read_text() == edited
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_its_parents_estimator(name):
+    """To the byte; and of the skeleton only the lines of the feature differ."""
+    source, parent = ((ROOT / f"{x}.py").read_text() for x in (name, VARIANTS[name]))
+    assert sync.OWN.findall(source)[1] == sync.OWN.findall(parent)[1]
+    lines = [sync.skeleton(text).splitlines() for text in (parent, source)]
+    changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-" and line[2:].strip()]
+    assert len(changed) <= {"grpo_lora": 50, "grpo_fsdp": 100, "reinforce_pp_tools": 90}[name]
+
+
+def test_an_edit_reaches_the_variants(repository, capsys):
+    """Committed or not, once and no more; what stands above the imports stays."""
+    edit(repository, "        # 3. Rollout: samples_per_prompt responses")
+    commit(repository)
+    for _ in range(2):  # the second time there is nothing left to do
+        assert sync.main([], repository) == 0
+        for name in VARIANTS:
+            text = (repository / f"{name}.py").read_text()
+            assert text.count("print('edit')") == 1
+            assert text.replace("        print('edit')\n\n", "") == (ROOT / f"{name}.py").read_text()
 
 
 def test_every_mutant_still_applies(tmp_path):

@@ -1,0 +1,152 @@
+"""grpo_lora.py: the gradients are those of the merged weights, and the frozen model is the reference."""
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import ROOT, launch, read_jsonl
+from zoo import make_model, make_tokenizer, run
+
+import grpo_lora as script
+
+TOKENIZER = make_tokenizer()
+IDS = [TOKENIZER(prompt)["input_ids"] for prompt in ("3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 ?")]
+ARGS = script.Args(max_response_length=12)
+
+
+@pytest.fixture(params=["llama", "qwen2", "gpt2", "gemma2"])
+def models(request):
+    """A model, and a copy of it with an adapter."""
+    model, copy = make_model(request.param), make_model(request.param)
+    return model, script.add_adapter(ARGS, copy)
+
+
+def randomize(policy):
+    """B is 0 at first."""
+    torch.manual_seed(3)
+    for name, x in policy.named_parameters():
+        if "lora_B" in name:
+            x.data = 0.1 * torch.randn_like(x)
+
+
+def batch_of(model):
+    torch.manual_seed(0)
+    return script.generate(model, TOKENIZER, IDS, ARGS, samples_per_prompt=2)
+
+
+def test_a_new_or_disabled_adapter_is_the_model_exactly(models):
+    model, policy = models
+    batch = batch_of(model)
+    with torch.no_grad():
+        expected = script.token_logprobs(model, batch, 1.0)
+        assert torch.equal(script.token_logprobs(policy, batch, 1.0), expected)
+        randomize(policy)
+        assert not torch.equal(script.token_logprobs(policy, batch, 1.0), expected)
+        with policy.disable_adapter():
+            assert torch.equal(script.token_logprobs(policy, batch, 1.0), expected)
+
+
+def test_the_adapters_gradient_is_that_of_the_merged_weights():
+    """dA = s B' dW and dB = s dW A', with s = alpha / r and dW by autograd in a model that has W + s B A."""
+    merged = make_model("llama").double()
+    policy = script.add_adapter(ARGS, make_model("llama").double())
+    randomize(policy)
+    scale = ARGS.lora_alpha / ARGS.lora_rank
+    layers = {}
+    for name, module in policy.base_model.model.named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
+            layers[name] = A, B
+            merged.get_submodule(name).weight.data += scale * (B @ A).detach()
+    assert len(layers) == 3 * 7  # all linear layers, except the output layer
+    batch = batch_of(merged)
+    for model in (merged, policy):
+        script.token_logprobs(model, batch, 1.0).sum().backward()
+    for name, (A, B) in layers.items():
+        dW = merged.get_submodule(name).weight.grad
+        torch.testing.assert_close(A.grad, scale * B.T @ dW, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(B.grad, scale * dW @ A.T, rtol=1e-9, atol=1e-12)
+    trained = {id(x) for pair in layers.values() for x in pair}
+    assert {id(x) for x in policy.parameters() if x.requires_grad} == trained
+
+
+def test_ranks_start_with_the_same_adapter():
+    """Whatever has drawn random numbers before."""
+    adapters = []
+    for i in range(2):
+        model = make_model("llama")
+        torch.rand(i)
+        adapters.append(peft.get_peft_model_state_dict(script.add_adapter(ARGS, model)))
+    assert all(torch.equal(x, adapters[1][name]) for name, x in adapters[0].items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run(dtype, tmp_path, capfd):
+    """Only the adapter is trained and saved. model/ is the merged model, and peft loads model/adapter."""
+    flags = {"max_response_length": 12, "num_iterations": 3, "kl_coef": 0.1, "eval_every": 1, "dtype": dtype}
+    run("grpo_lora", **flags, run_dir=tmp_path / "run")
+    assert capfd.readouterr().err == ""
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    kl = [x["kl"] for x in metrics if "kl" in x]
+    assert abs(kl[0]) < (1e-5 if dtype == "float32" else 0.2) and (kl[-1] > 1e-4 or dtype == "bfloat16")
+    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    shapes = [tuple(x.shape) for x in checkpoint["adapter"].values()]
+    assert all(16 in shape for shape in shapes) and all(
+        x.dtype == torch.float32 for x in checkpoint["adapter"].values()
+    )
+    assert len(checkpoint["optimizer"]["state"]) == len(shapes) == 2 * 21
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    weights_dtype = getattr(torch, dtype)
+    base = load(ROOT / "toy" / "policy", dtype=weights_dtype)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "model" / "adapter").float()
+    merged = load(tmp_path / "run" / "model", dtype=torch.float32)
+    ids = torch.randint(3, 19, (4, 10))
+    torch.testing.assert_close(merged(ids).logits, with_adapter(ids).logits, rtol=1e-4, atol=1e-4)
+    with with_adapter.disable_adapter():
+        base = load(ROOT / "toy" / "policy", dtype=weights_dtype).float()
+        torch.testing.assert_close(with_adapter(ids).logits, base(ids).logits, rtol=1e-4, atol=1e-4)
+    assert (merged(ids).logits - base(ids).logits).abs().max() > 1e-3
+
+
+def test_nothing_is_merged_during_training(tmp_path, monkeypatch):
+    """Merging and unmerging would round the frozen weights."""
+    seen = []
+    step = script.optimizer_step
+
+    def watch(args, adapter, optimizer):
+        norm = step(args, adapter, optimizer)
+        policy = script_policy[0]
+        seen.append({n: x.clone() for n, x in policy.named_parameters() if not x.requires_grad})
+        return norm
+
+    script_policy, add_adapter = [], script.add_adapter
+    monkeypatch.setattr(
+        script, "add_adapter", lambda *a: script_policy.append(add_adapter(*a)) or script_policy[0]
+    )
+    monkeypatch.setattr(script, "optimizer_step", watch)
+    run("grpo_lora", num_iterations=3, eval_every=1, run_dir=tmp_path / "run")
+    original = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "policy").state_dict()
+    for name, x in seen[-1].items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert torch.equal(x, original[plain]), name
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path):
+    flags = {"num_iterations": 4, "save_every": 1, "max_response_length": 12}
+    run("grpo_lora", **flags, run_dir=tmp_path / "whole")
+    run("grpo_lora", **flags | {"num_iterations": 2}, run_dir=tmp_path / "resumed")
+    run("grpo_lora", **flags, run_dir=tmp_path / "resumed")
+    one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
+    assert all(torch.equal(x, other["adapter"][name]) for name, x in one["adapter"].items())
+    without_time = [
+        [x | {"tokens_per_second": 0} for x in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "resumed")
+    ]
+    assert without_time[0] == without_time[1]
+
+
+def test_it_learns_the_toy(tmp_path):
+    launch("grpo_lora.py", "--num_iterations", 40, "--device", "cpu", "--run_dir", tmp_path / "run", cwd=ROOT)
+    scores = [x["score"] for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "score" in x]
+    assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.8

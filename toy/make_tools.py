@@ -1,0 +1,125 @@
+"""Make toy/tools from a seed: sums that the model cannot do in its head, and a calculator that it may call.
+
+    python toy/make_tools.py                     some minutes on two cores
+    python toy/make_tools.py --out /tmp/tools    into another folder
+
+A prompt such as `4 8 + 7 1 5 + 9 0 ?` is the sum of two to four numbers of two or three digits, with a token per digit.
+A response guesses (`answer 8 1 1`) or calls the calculator for each plus:
+
+    call 4 8 + 7 1 5 = 7 6 3 call 7 6 3 + 9 0 = 8 5 3 answer 8 5 3
+
+The calculator (toy/tools/calculator.py) writes what follows `=`. The demonstrations call it in a third of the cases,
+sometimes with a wrong digit. They guess otherwise, near the sum and never right. Sums of four numbers are in the
+demonstrations but in no rollout.
+"""
+
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from make_toy import HERE, make_tokenizer, make_untrained_model, train, write_jsonl
+
+WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "?", "call", "answer"]
+CALL_SHARE = 0.33  # of the demonstrations; the others guess
+SLIP_RATE = 0.06  # per call: one digit of its second number is off by 1
+GUESS_RANGE = 99  # a guess is off by 1 to this
+HELDOUT = 200  # prompts per group
+
+
+@dataclass
+class Args:
+    seed: int = 0
+    """Seeds every random choice, and the training of the models."""
+    out: Path = HERE / "tools"
+    """Where the files go."""
+    curriculum_steps: int = 1280
+    """Batches of 128 of the curriculum, which teaches the form of a call."""
+
+
+def spaced(number: int) -> str:
+    return " ".join(str(number))
+
+
+def prompt(numbers: list[int]) -> str:
+    return " + ".join(map(spaced, numbers)) + " ?"
+
+
+def with_calls(rng: random.Random, numbers: list[int], slip_rate: float) -> str:
+    """A call for each plus, with the calculator's answers, and the final answer."""
+    parts, total = [], numbers[0]
+    for number in numbers[1:]:
+        if rng.random() < slip_rate:
+            number += rng.choice([-1, 1]) * rng.choice([1, 10])
+        parts.append(f"call {spaced(total)} + {spaced(number)} = {spaced(total + number)}")
+        total += number
+    return " ".join([*parts, "answer", spaced(total)])
+
+
+def guess(rng: random.Random, numbers: list[int]) -> str:
+    error = rng.choice([-1, 1]) * rng.randint(1, GUESS_RANGE)
+    return f"answer {spaced(max(1, sum(numbers) + error))}"
+
+
+def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
+    """The rows of every JSONL file by its name; "curriculum" is used for training only."""
+    rng = random.Random(seed)
+    heldout_prompts = set()
+
+    def draw(count: int) -> list[int]:
+        """Numbers whose prompt is not held out."""
+        while True:
+            numbers = [rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(count)]
+            if prompt(numbers) not in heldout_prompts:
+                return numbers
+
+    def row(numbers: list[int], **columns) -> dict:
+        return {"prompt": prompt(numbers), "answer": spaced(sum(numbers))} | columns
+
+    heldout = []
+    for count in (2, 3, 4):
+        for _ in range(HELDOUT):
+            numbers = draw(count)
+            heldout_prompts.add(prompt(numbers))
+            heldout.append(row(numbers, group=f"{count} numbers"))
+    train = [row(draw(rng.randint(2, 3))) for _ in range(2000)]
+
+    curriculum = []
+    for i in range(128 * curriculum_steps):
+        longest = min(4, 2 + 4 * i // (128 * curriculum_steps))  # grows from 2 to 4 over the first half
+        numbers = draw(rng.randint(2, longest))
+        completion = with_calls(rng, numbers, 0.0) if rng.random() < 0.8 else guess(rng, numbers)
+        curriculum.append({"prompt": prompt(numbers), "completion": completion})
+    demonstrations = []
+    for _ in range(10240):
+        numbers = draw(rng.randint(2, 4))
+        calls = rng.random() < CALL_SHARE
+        completion = with_calls(rng, numbers, SLIP_RATE) if calls else guess(rng, numbers)
+        demonstrations.append({"prompt": prompt(numbers), "completion": completion})
+    return {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
+
+
+def main(args: Args) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = make_data(args.seed, args.curriculum_steps)
+    for name in ("train", "heldout"):
+        write_jsonl(args.out / f"{name}.jsonl", data[name])
+    with tempfile.TemporaryDirectory() as folder:
+        untrained, base, curriculum = (
+            Path(folder) / name for name in ("untrained", "base", "curriculum.jsonl")
+        )
+        make_untrained_model(args.seed, len(WORDS)).save_pretrained(untrained)
+        make_tokenizer(WORDS).save_pretrained(untrained)
+        demonstrations = Path(folder) / "demonstrations.jsonl"
+        write_jsonl(curriculum, data["curriculum"])
+        write_jsonl(demonstrations, data["demonstrations"])
+        flags = ["--num_epochs", "1", "--no_shuffle", "--eval_size", "0", "--learning_rate", "3e-3"]
+        flags += ["--lr_schedule", "constant_with_warmup", "--model", str(untrained)]
+        train("sft.py", base, args.seed, *flags, "--dataset", str(curriculum))
+        flags = ["--model", str(base), "--dataset", str(demonstrations)]
+        train("sft.py", args.out / "policy", args.seed, *flags)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
