@@ -7,13 +7,14 @@ demo: .venv/scripts
 test: .venv/scripts .venv/group-test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	$(COG) --check
+	$(COG) --check $(PAGES)
 	.venv/bin/python -m pytest
 
 # make tables: fill the tables and numbers of README.md and docs/ from experiments/results/.
-COG = .venv/bin/cog -P -I experiments -I tools README.md docs/*.md docs/scripts/*.md
+COG = .venv/bin/cog -P -I experiments -I tools
+PAGES = README.md docs/*.md docs/scripts/*.md
 tables: .venv/scripts .venv/group-test
-	$(COG) -r
+	$(COG) -r $(PAGES)
 
 # make test-long: kill runs and resume them, read broken files, and break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
