@@ -75,7 +75,7 @@ def record(driver, folder, name, ranks, *flags):
     return [torch.load(folder / f"{name}{ranks}.{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_and_norm_are_grpos(ranks, driver, heldout, tmp_path):
     """A sum over ranks: AdamW would hide a mean. Clipping is active, and ranks finish responses apart."""
     flags = ["--eval_dataset", heldout]
@@ -116,6 +116,17 @@ def test_killed_and_resumed_on_two_ranks(tmp_path):
 
 
 def test_without_torchrun_it_learns_the_toy(tmp_path):
-    launch("grpo_fsdp.py", "--num_iterations", 40, "--device", "cpu", "--run_dir", tmp_path / "run", cwd=ROOT)
+    launch(
+        "grpo_fsdp.py",
+        "--num_iterations",
+        40,
+        "--eval_every",
+        0,
+        "--device",
+        "cpu",
+        "--run_dir",
+        tmp_path / "run",
+        cwd=ROOT,
+    )
     scores = [x["score"] for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "score" in x]
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.8

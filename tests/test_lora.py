@@ -83,12 +83,12 @@ def test_ranks_start_with_the_same_adapter():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run(dtype, tmp_path, capfd):
     """Only the adapter is trained and saved. model/ is the merged model, and peft loads model/adapter."""
-    flags = {"max_response_length": 12, "num_iterations": 3, "kl_coef": 0.1, "eval_every": 1, "dtype": dtype}
+    flags = {"max_response_length": 12, "num_iterations": 3, "kl_coef": 0.1, "dtype": dtype}
     run("grpo_lora", **flags, run_dir=tmp_path / "run")
     assert capfd.readouterr().err == ""
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     kl = [x["kl"] for x in metrics if "kl" in x]
-    assert abs(kl[0]) < (1e-5 if dtype == "float32" else 0.2) and (kl[-1] > 1e-4 or dtype == "bfloat16")
+    assert abs(kl[0]) < (1e-5 if dtype == "float32" else 0.2) and abs(kl[-1]) > 1e-4
     checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     shapes = [tuple(x.shape) for x in checkpoint["adapter"].values()]
     assert all(16 in shape for shape in shapes) and all(
@@ -147,6 +147,17 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path):
 
 
 def test_it_learns_the_toy(tmp_path):
-    launch("grpo_lora.py", "--num_iterations", 40, "--device", "cpu", "--run_dir", tmp_path / "run", cwd=ROOT)
+    launch(
+        "grpo_lora.py",
+        "--num_iterations",
+        40,
+        "--eval_every",
+        0,
+        "--device",
+        "cpu",
+        "--run_dir",
+        tmp_path / "run",
+        cwd=ROOT,
+    )
     scores = [x["score"] for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "score" in x]
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.8
