@@ -18,6 +18,7 @@ tables: .venv/scripts .venv/group-test
 
 # make test-long: kill runs and resume them, read broken files, and break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
+	.venv/bin/python -m pytest -m long
 	.venv/bin/python tests/soak.py
 	.venv/bin/python tests/fuzz.py
 	.venv/bin/python tests/mutants.py

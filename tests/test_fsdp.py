@@ -8,6 +8,7 @@ import torch
 import transformers
 from conftest import ROOT, launch, read_jsonl, write_jsonl
 
+pytestmark = pytest.mark.long
 # The driver records what the optimizer sees in a run of either script, on each rank.
 DRIVER = """
 import importlib, json, os, sys
