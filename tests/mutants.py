@@ -121,7 +121,7 @@ MUTANTS = {
         ),
         ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
     ],
-    "test_fsdp.py": [
+    "test_fsdp.py -m long": [
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
         ("fsdp: the norm of a rank", "grpo_fsdp.optimizer_step", ".full_tensor()", ".to_local()"),
         ("fsdp: whole weights stay", "grpo_fsdp.main", "gather(policy, False)", "pass"),
