@@ -16,7 +16,7 @@ the policy in training, pi_ref the frozen --model; o_t is token t. With beta = k
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. The
 paper has no 1e-4, and does not say that std divides by k - 1. Dividing by T_i favors the tokens of short
 responses, dividing by std favors prompts with nearly equal scores; rloo.py does neither.
-Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
+LoRA: grpo_lora.py; sharding: grpo_fsdp.py. A small model in toy/ (half a minute), a real one on 8 GPUs:
 
     python grpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -431,7 +431,7 @@ def main(args):
         # A slow run prints every iteration.
         log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == args.num_iterations):
+        if save_due or iteration == args.num_iterations:
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
@@ -439,7 +439,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -777,7 +777,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

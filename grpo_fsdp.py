@@ -5,12 +5,12 @@
 # variant of grpo.py
 """GRPO with FSDP2: weights, gradients, AdamW and the reference are split over the ranks.
 
-Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277. Each of N ranks keeps 1/N of every tensor. In the passes
-of scoring and update, the weights of a layer are gathered when it runs and dropped after it. To sample, all
-weights are gathered once, in --dtype: ranks end at different tokens, and a gather per layer would wait for
-ranks that have finished. So a rank must hold the whole model once, in bfloat16 2 bytes per weight. Gradients
-are summed over the ranks, and the norm is that of all ranks, as in grpo.py. The checkpoint and model/ are
-whole. Everything else is grpo.py: the equations are there, and `diff grpo.py grpo_fsdp.py` shows FSDP2.
+Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277. FSDP2 is its second version, in torch. Each of N ranks
+keeps 1/N of every tensor. In the passes of scoring and update, the weights of a layer are gathered when it
+runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks end at different
+tokens, and a gather per layer would wait for ranks that have finished. So a rank must hold the whole model
+once, in bfloat16 2 bytes per weight. Gradients are summed over the ranks, and the norm is that of all ranks,
+as in grpo.py. The checkpoint and model/ are whole. The equations are in grpo.py; see their diff.
 Left out: a sharded reward model. A small model in toy/, and a real one on 8 GPUs, which was not tried yet:
 
     python grpo_fsdp.py
@@ -37,9 +37,14 @@ from typing import ClassVar, Literal
 import datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -48,7 +53,8 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOGS = ("metrics.jsonl", "samples.jsonl")
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0
+# Checkpoints have whole tensors. Not strict: AdamW has no state for weights that nothing uses.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 # Shapes: B responses on this rank, b of them in a forward pass, P tokens of the longest prompt,
 # T = max_response_length (or less, once a micro-batch is cut), V tokens in the vocabulary.
 
@@ -58,7 +64,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of gathered weights and autocast
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -278,9 +284,9 @@ def choose_prompts(args, dataset, num_prompts, completed):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def shard(args, model):
+def shard(args, model, device):
     """Split the weights over the ranks, and with them their gradients and AdamW's moments."""
-    mesh = dist.init_device_mesh(model.device.type, (WORLD_SIZE,))
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
     dtypes = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
     layers = [
@@ -290,18 +296,19 @@ def shard(args, model):
         fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-    return model
 
 
-def gather(model, whole):
-    """Give every rank all weights until gather(model, False), so that it can sample without the others."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_reshard_after_forward(not whole, recurse=False)
-            if whole:
-                part.unshard()
-            else:
-                part.reshard()
+@contextmanager
+def gathered(model):
+    """All weights are on every rank, so that it can sample without the others."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    model.set_reshard_after_forward(False)
+    for part in parts:
+        part.unshard()
+    yield
+    model.set_reshard_after_forward(True)
+    for part in parts:
+        part.reshard()
 
 
 def process_scores(args, scores, truncated):
@@ -364,19 +371,23 @@ def main(args):
     state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
 
     if checkpoint:
-        dcp.set_model_state_dict(policy, checkpoint["policy"], options=WHOLE)
-        dcp.set_optimizer_state_dict(policy, optimizer, checkpoint["optimizer"], options=WHOLE)
+        set_state_dict(
+            policy,
+            optimizer,
+            model_state_dict=checkpoint["policy"],
+            optim_state_dict=checkpoint["optimizer"],
+            options=WHOLE,
+        )
         scheduler.load_state_dict(checkpoint["scheduler"])
     wandb_run = start_run(args, run_dir, saved_args, checkpoint) if RANK == 0 else None
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     for completed in range(start, args.num_iterations + 1):  # the last turn only evaluates
-        gather(policy, True)
-
         # 2. Evaluation on held-out prompts, also before the first iteration and after the last
         is_last = completed == args.num_iterations
         if eval_dataset and args.eval_every and (completed % args.eval_every == 0 or is_last):
-            metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+            with gathered(policy):
+                metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
             log(run_dir, wandb_run, completed, metrics, samples)
         if is_last:
             break
@@ -388,8 +399,8 @@ def main(args):
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompts = choose_prompts(args, dataset, num_prompts, completed)
         prompt_ids = [row["prompt_ids"] for row in prompts]
-        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
-        gather(policy, False)
+        with gathered(policy):
+            rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompts for _ in range(args.samples_per_prompt)]  # the row of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
@@ -460,14 +471,15 @@ def main(args):
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
-    weights = dcp.get_model_state_dict(policy, options=WHOLE)
+    weights = get_model_state_dict(policy, options=WHOLE)  # all ranks gather, rank 0 writes
     if RANK == 0:
         for name in policy.all_tied_weights_keys:
-            del weights[name]  # saved once, under the other name
+            del weights[name]  # from_pretrained ties it to its other name again
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # --- plumbing: models, data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
@@ -529,12 +541,13 @@ def choose_device(args):
 
 def connect_ranks(device, run_dir, start):
     """Start the communication of the ranks, and check that all resume from the same iteration."""
-    store = None if WORLD_SIZE > 1 else dist.HashStore()  # one process without torchrun is a rank, too
-    backend = "gloo" if device.type == "cpu" else None
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    # A rank whose start is not the mean of all starts exits, and torchrun then stops the others.
-    is_shared = all_sum(torch.tensor(start, device=device)) == start * WORLD_SIZE
-    check(is_shared, f"--run_dir {run_dir}: has other checkpoints on other ranks; use a shared folder")
+    if WORLD_SIZE == 1:  # FSDP needs a process group
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else None)
+        # A rank whose start is not the mean of all starts exits, and torchrun then stops the others.
+        is_shared = all_sum(torch.tensor(start, device=device)) == start * WORLD_SIZE
+        check(is_shared, f"--run_dir {run_dir}: has other checkpoints on other ranks; use a shared folder")
 
 
 def locate(name):
@@ -573,8 +586,9 @@ def load(args, auto_class, flag, name, device):
                 layer.forward = functools.partial(recomputed, layer.forward)
     if args.dtype == "bfloat16":
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
-    model = model.to(device).eval()
-    return shard(args, model) if flag == "model" else model, tokenizer
+    if flag == "model":  # a layer at a time, so that the whole model is never on one GPU
+        shard(args, model, device)
+    return model.to(device).eval(), tokenizer
 
 
 def recomputed(forward, *args, **kwargs):
@@ -806,9 +820,10 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
-    weights, moments = dcp.get_state_dict(state["policy"], state["optimizer"], options=WHOLE)
-    if RANK > 0:  # it took part in gathering them
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    # All ranks gather, rank 0 writes.
+    weights, moments = get_state_dict(state["policy"], state["optimizer"], options=WHOLE)
+    if RANK > 0:
         return
     checkpoint = {"policy": weights, "optimizer": moments, "scheduler": state["scheduler"].state_dict()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}

@@ -13,8 +13,8 @@ computes
 
 The gradients, AdamW and the checkpoint hold A and B only. pi_ref is the policy with its adapter disabled, so
 there is no second model. --dtype bfloat16 stores W in bfloat16; A and B stay float32. At the end, model/ has
-W + alpha/r B A, and model/adapter has A and B for peft. The learning rate is higher than grpo.py's. The rest
-is grpo.py: the equations are there, and `diff grpo.py grpo_lora.py` shows LoRA.
+W + alpha/r B A, and model/adapter has A and B for peft, to be added to --model. The learning rate is higher
+than grpo.py's, since only A and B move. The equations are in grpo.py; `diff grpo.py grpo_lora.py` shows LoRA.
 Left out: quantized weights. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python grpo_lora.py
@@ -341,8 +341,9 @@ def main(args):
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
     check(eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS token; save one in its tokenizer")
     policy = add_adapter(args, policy)
-    adapter = torch.nn.ParameterList(x for x in policy.parameters() if x.requires_grad)  # each A and B
-    reference = policy if args.kl_coef else None  # with its adapter disabled
+    # Every A and B, in a module of their own for the optimizer, the norm and the checkpoint.
+    adapter = torch.nn.ParameterList(x for x in policy.parameters() if x.requires_grad)
+    reference = policy if args.kl_coef else None  # the same model; step 5 disables its adapter
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
     eval_dataset = None
@@ -443,17 +444,17 @@ def main(args):
         # A slow run prints every iteration.
         log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == args.num_iterations):
+        if save_due or iteration == args.num_iterations:
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
     if RANK == 0:
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder / "adapter")
-            # Merged once, at the end and in float32: merging rounds the weights.
-            policy.float().merge_and_unload().save_pretrained(folder)
+            # Merged once, at the end and in float32, since merging rounds the weights. On the CPU it fits.
+            policy.cpu().float().merge_and_unload().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -533,17 +534,15 @@ def locate(name):
 
 
 def load(args, auto_class, flag, name, device):
-    """A model, in eval mode and so without dropout, and its tokenizer."""
+    """A model with weights in --dtype, in eval mode and so without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     where = f"--{flag} {name}"
     path = locate(name)
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        # A reward model is trained in float32 and stays so.
-        dtype = getattr(torch, args.dtype) if flag == "model" else torch.float32
         model, info = auto_class.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            path, dtype=getattr(torch, args.dtype), use_safetensors=True, output_loading_info=True
         )
     # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
     kind = str(model.config.architectures)
@@ -793,7 +792,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

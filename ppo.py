@@ -496,7 +496,7 @@ def main(args):
         # A slow run prints every iteration.
         log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == args.num_iterations):
+        if save_due or iteration == args.num_iterations:
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
@@ -504,7 +504,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -855,7 +855,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

@@ -6,18 +6,18 @@
 
 Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
 Normalization", arXiv 2501.03262v9. To each prompt pi_old samples k = samples_per_prompt responses with the
-scores r_i. pi_theta is the policy in training, pi_ref the frozen --model. lambda = kl_coef, eps = clip_eps:
+scores r_i. pi_theta is the policy in training, pi_ref the frozen --model. beta = kl_coef, eps = clip_eps:
 
     A_i   = r_i - mean(r)              the mean of the group, r_i included; no std               (Eq. 11)
     A_i  <- A_i / std(A)               over the responses of all ranks                           (Eq. 12)
     rho_t = pi_theta(o_t) / pi_old(o_t)
     k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
-    loss  = 1/N_tok sum_i sum_t [lambda k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
+    loss  = 1/N_tok sum_i sum_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
 
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The paper
 does not say what Eq. 12 runs over: here it is responses, not tokens, so that a group of equal scores gets
 exactly 0 whatever its lengths. grpo.py divides by the std of the group.
-Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
+Tools: reinforce_pp_tools.py. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python reinforce_pp_baseline.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_baseline.py --model Qwen/Qwen2.5-1.5B \
@@ -99,7 +99,7 @@ class Args:
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
     min_samples_per_prompt: ClassVar[int] = 2  # not a flag: fewer are refused
-    kl_coef: float = 0.01  # lambda: weight of the KL term in the loss
+    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
     clip_eps: float = 0.2  # eps: no gradient where rho > 1 + eps and A > 0, or rho < 1 - eps and A < 0
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
@@ -434,7 +434,7 @@ def main(args):
         # A slow run prints every iteration.
         log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == args.num_iterations):
+        if save_due or iteration == args.num_iterations:
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
@@ -442,7 +442,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -780,7 +780,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

@@ -8,14 +8,14 @@
 Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
 Normalization", arXiv 2501.03262v9, section 4.2.4. The estimator is reinforce_pp_baseline.py's with a mask m:
 
-    loss = 1/N_tok sum_t m_t [lambda k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
+    loss = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
     m_t  = 1 if pi_old sampled the token o_t, 0 if the tool wrote it
 
 When a response ends a call, the tool's answer is appended to it, and sampling continues. The policy attends
 to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only.
 max_response_length limits both together, and the reward reads both. All rows wait while a tool runs.
 Everything else is reinforce_pp_baseline.py: `diff reinforce_pp_baseline.py reinforce_pp_tools.py`.
-Left out: parallel calls. A calculator on a toy of its own (a minute), and Python on 8 GPUs:
+Left out: parallel calls. A calculator on another toy (a minute), and Python on 8 GPUs:
 
     python reinforce_pp_tools.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
@@ -74,9 +74,8 @@ class Args:
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
     tool: str = "toy/tools/calculator.py:calculate"  # file.py:function: text so far -> answer or None
-    call_end: str = "="  # the tool is asked after each token that contains this text, and after EOS
+    call_end: str = "="  # the tool is called after each token that contains this text, and after EOS
     max_calls: int = 4  # calls that are answered in a response at most
-
     # Reward. A function is called with the lists prompts=, completions=, truncated= and one of each column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -103,7 +102,7 @@ class Args:
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
     min_samples_per_prompt: ClassVar[int] = 2  # not a flag: fewer are refused
-    kl_coef: float = 0.01  # lambda: weight of the KL term in the loss
+    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
     clip_eps: float = 0.2  # eps: no gradient where rho > 1 + eps and A > 0, or rho < 1 - eps and A < 0
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
@@ -191,8 +190,9 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     Returns a dict of tensors with B = len(prompts) x samples_per_prompt rows, those of a prompt side by side:
         sequences, attention_mask (B, P+T): the prompt, padded on the left, then the response, padded to T
         response_mask (B, T): True on the tokens that were sampled, the EOS included; False on answers
-        old_logprobs, entropy (B, T): of the distribution that was sampled from, 0 on padding
-        truncated (B,): True if the response has no EOS
+        old_logprobs, entropy (B, T): of the distribution that was sampled from, 0 on padding and answers
+        truncated (B,): True if the response does not end with an EOS
+        num_calls (B,): how many calls the tool has answered
     model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
     device = model.device
@@ -209,11 +209,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     # The ids of an answer wait here until their column comes; -1 where the policy samples.
     answer_ids = torch.full_like(sequences[:, P:], -1)  # (B, T)
     num_calls = torch.zeros_like(prompt_index)  # (B,)
-    tool, last_ids = load_tool(args.tool, args.call_end, tokenizer)
-    last_ids = torch.cat(
-        [eos, torch.tensor(last_ids, device=device)]
-    )  # the last token of a call is one of them
-
+    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
+    end_ids = torch.tensor([*end_ids, *eos_ids(model, tokenizer)], device=device)  # may end a call
     active = torch.arange(len(sequences), device=device)  # (b,) the rows that are still in the forward pass
     with sampling_cache(args, model) as cache:  # keys and values; no gradients in here
         # Each prompt is read once. Its logits and its row of the cache are then repeated for its responses.
@@ -227,22 +224,22 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             probs = logprobs.exp()
             tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
             # A token of an answer takes the place of the sampled one.
-            answered = answer_ids[active, t].unsqueeze(1) >= 0  # (b, 1)
-            tokens = torch.where(answered, answer_ids[active, t].unsqueeze(1), tokens)
-
+            answer_tokens = answer_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
+            tokens = torch.where(answer_tokens >= 0, answer_tokens, tokens)
             sequences[active, P + t] = tokens.squeeze(1)
             attention_mask[:, P + t] = ~finished  # before finished changes, so that the EOS counts
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
             finished[active] |= torch.isin(tokens, eos).squeeze(1)
-            # Rows whose last token may end a call ask the tool, one after the other.
-            may_call = (torch.isin(tokens, last_ids) & ~answered).squeeze(1)  # (b,)
+            # Unfinished rows whose sampled token may end a call ask the tool, one after the other.
+            may_call = (torch.isin(tokens, end_ids) & (answer_tokens < 0)).squeeze(1)  # (b,)
             may_call &= attention_mask[active, P + t].bool() & (num_calls[active] < args.max_calls)
+            may_call &= t < T - 1  # the last token leaves no room for an answer
             for row in active[may_call].tolist():
                 ids = ask(tool, tokenizer, sequences[row, P : P + t + 1])[: T - t - 1]
                 answer_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # An EOS inside an answer, or one that was answered, does not end the response.
+            # An EOS inside an answer (column t), or one that was answered (t + 1), does not end the response.
             finished[active] &= (answer_ids[active, t : t + 2] < 0).all(1)
 
             # Finished rows leave once they are a quarter of the batch, so that a few long rows cost little.
@@ -261,9 +258,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             ).logits  # (b, 1, V)
 
     response_mask = attention_mask[:, P:].bool()
-    # Answers are attended to and not learned.
-    response_mask &= answer_ids < 0
-
+    response_mask &= answer_ids < 0  # answers are attended to and not learned
     return {
         "sequences": sequences * attention_mask,  # drop what finished rows sampled before they left
         "attention_mask": attention_mask,
@@ -271,6 +266,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
         "old_logprobs": old_logprobs * response_mask,
         "entropy": entropy * response_mask,
         "truncated": ~finished,
+        "num_calls": num_calls,
     }
 
 
@@ -370,9 +366,7 @@ def main(args):
         eval_dataset = load_rows(args, "eval_dataset", eval_name, args.eval_split, policy, tokenizer)
     reward = load_reward(args, "reward", args.reward, device)
     eval_reward = load_reward(args, "eval_reward", args.eval_reward, device) if args.eval_reward else reward
-    # For generate(). A wrong tool is refused here, before training.
-    load_tool(args.tool, args.call_end, tokenizer)
-
+    load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one now; generate() gets this one again
     optimizer, scheduler = make_optimizer(args, policy, args.learning_rate)
     state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -452,13 +446,7 @@ def main(args):
         if args.samples_per_prompt > 1:
             groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
-        # An answer begins after a sampled token.
-        in_answer = (
-            rollout["attention_mask"][:, -args.max_response_length :].bool() & ~rollout["response_mask"]
-        )
-        calls = rollout["response_mask"][:, :-1] & in_answer[:, 1:]
-        metrics["calls"] = total(calls) / args.batch_size
-
+        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # answered calls per response
         for name, value in stats.items():
             metrics[name] = total(value) / num_steps
         metrics["learning_rate"] = scheduler.get_last_lr()[0]
@@ -472,7 +460,7 @@ def main(args):
         # A slow run prints every iteration.
         log(run_dir, wandb_run, iteration, metrics, samples[:3], show=samples or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == args.num_iterations):
+        if save_due or iteration == args.num_iterations:
             save_checkpoint(run_dir, iteration, state)
 
     # 9. The result, a folder that from_pretrained opens
@@ -480,7 +468,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -654,10 +642,10 @@ class Reward:
     function: Callable  # (prompts, completions, truncated, **other columns) -> one score per completion
 
 
-@functools.cache  # the file is run once
+@functools.cache  # so that the file is run once
 def load_tool(name, call_end, tokenizer):
     """The function behind --tool, and the ids of the tokens that contain --call_end."""
-    ids = [id for token, id in tokenizer.get_vocab().items() if call_end in token]
+    ids = [token_id for token, token_id in tokenizer.get_vocab().items() if call_end in token]
     check(ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
     file, _, function = name.partition(":")
     with explain(f"--tool {name}", "use file.py:function"):
@@ -670,7 +658,8 @@ def ask(tool, tokenizer, ids):
         answer = tool(tokenizer.decode(ids))
     except Exception as error:  # the policy may learn from it
         answer = repr(error)
-    return tokenizer(answer or "", add_special_tokens=False)["input_ids"]
+    text = "" if answer is None else str(answer)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def load_reward(args, flag, name, device):
@@ -724,10 +713,8 @@ def model_scores(model, tokenizer, batch_size, /, prompts, completions, truncate
 
 def decode(tokenizer, rollout, skip_special_tokens):
     """The texts of the responses."""
-    mask = rollout["response_mask"]
-    # The text includes the answers of the tool.
-    mask = rollout["attention_mask"][:, -mask.shape[1] :].bool()
-
+    T = rollout["response_mask"].shape[1]
+    mask = rollout["attention_mask"][:, -T:].bool()  # the answers of the tool, too
     responses = rollout["sequences"][:, -mask.shape[1] :]
     without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
     return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)
@@ -840,7 +827,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

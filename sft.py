@@ -174,7 +174,7 @@ def main(args):
         iteration = completed + 1
         began = time.time()
 
-        # 3. Batch: the next examples of all ranks, whose tokens are counted, and this rank's part of them
+        # 3. Batch: the next examples of all ranks, whose tokens are counted
         epoch, step = divmod(completed, steps_per_epoch)
         order = torch.arange(len(dataset))
         if args.shuffle:
@@ -182,11 +182,10 @@ def main(args):
             order = torch.randperm(len(dataset), generator=generator)
         step_rows = [dataset[i] for i in order.split(args.batch_size)[step]]
         num_tokens = sum(sum(row["completion_mask"]) for row in step_rows)
-        rank_rows = step_rows[RANK::WORLD_SIZE]
 
-        # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
+        # 4. Update: one optimizer step, its gradient summed over this rank's micro-batches and the ranks
         step_loss = 0.0
-        for batch in micro_batches(rank_rows, args.micro_batch_size, device):
+        for batch in micro_batches(step_rows[RANK::WORLD_SIZE], args.micro_batch_size, device):
             loss = completion_loss(policy, batch, num_tokens)
             loss.backward()
             step_loss += loss.detach()
@@ -200,7 +199,7 @@ def main(args):
         scheduler.step()
         log(run_dir, wandb_run, iteration, metrics, [], show=iteration % args.log_every == 0 or seconds > 10)
         save_due = args.save_every and iteration % args.save_every == 0
-        if RANK == 0 and (save_due or iteration == num_steps):
+        if save_due or iteration == num_steps:
             save_checkpoint(run_dir, iteration, state)
 
     # 6. The result, a folder that from_pretrained opens
@@ -208,7 +207,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -344,7 +343,6 @@ def evaluate(args, policy, tokenizer, dataset):
     loss = torch.zeros((), device=policy.device)
     for batch in micro_batches(dataset[RANK::WORLD_SIZE], args.micro_batch_size, policy.device):
         loss += completion_loss(policy, batch, num_tokens)
-
     samples = []
     longest = max(len(row["input_ids"]) for row in dataset)  # the model has positions for it
     greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.eos_token_id}
@@ -423,7 +421,9 @@ def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """All that the next iteration needs. Logs are written to disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    if RANK > 0:
+        return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:

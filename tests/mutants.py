@@ -106,8 +106,8 @@ MUTANTS = {
         (
             "tools: sampled in an answer",
             "reinforce_pp_tools.generate",
-            "unsqueeze(1) >= 0",
-            "unsqueeze(1) >= 99",
+            "torch.where(answer_tokens >= 0",
+            "torch.where(answer_tokens >= 99",
         ),
         ("tools: no limit", "reinforce_pp_tools.generate", " & (num_calls[active] < args.max_calls)", ""),
     ],
@@ -124,7 +124,7 @@ MUTANTS = {
     "test_fsdp.py -m long": [
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
         ("fsdp: the norm of a rank", "grpo_fsdp.optimizer_step", ".full_tensor()", ".to_local()"),
-        ("fsdp: whole weights stay", "grpo_fsdp.main", "gather(policy, False)", "pass"),
+        ("fsdp: whole weights stay", "grpo_fsdp.gathered", "set_reshard_after_forward(True)", "eval()"),
     ],
     "test_ranks.py -k grpo": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from conftest import ROOT, launch, read_jsonl, write_jsonl
@@ -114,6 +116,38 @@ def test_killed_and_resumed_on_two_ranks(tmp_path):
     assert lines[0] == lines[1]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
     assert torch.equal(model.get_input_embeddings().weight, one["policy"]["model.embed_tokens.weight"])
+
+
+# Runs the script with a Llama that has a weight without a use, and so without a gradient.
+WITH_UNUSED = """
+import runpy, sys
+import torch
+import transformers
+
+init = transformers.LlamaForCausalLM.__init__
+
+def with_unused(self, config):
+    init(self, config)
+    self.unused = torch.nn.Parameter(torch.zeros(3))
+
+transformers.LlamaForCausalLM.__init__ = with_unused
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_weight_that_nothing_uses_does_not_stop_a_resume(tmp_path):
+    """AdamW has no state for it."""
+    (tmp_path / "driver.py").write_text(WITH_UNUSED)
+    shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
+    weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    weights["unused"] = torch.zeros(3)
+    safetensors.torch.save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    flags = ["--model", tmp_path / "model", "--device", "cpu", "--batch_size", 16, "--eval_every", 0]
+    for iterations in (1, 2):
+        flags += ["--num_iterations", iterations, "--run_dir", tmp_path / "run"]
+        launch(tmp_path / "driver.py", ROOT / "grpo_fsdp.py", *flags, ranks=2, cwd=ROOT)
+    assert "unused" in torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["policy"]
 
 
 def test_without_torchrun_it_learns_the_toy(tmp_path):

@@ -48,10 +48,10 @@ def run(script=sft, **flags) -> None:
 
 
 def launch_in_turn(script, folder, **flags) -> list[Path]:
-    """Run in float64 with micro-batches of 16 and 5, and of 3 on 2 ranks. Nothing is printed to stderr."""
+    """Run in float64 with micro-batches of 16, and of 3 on 2 ranks. Nothing is printed to stderr."""
     program, runs = folder / "program.py", []
     program.write_text(IN_FLOAT64.format(root=str(ROOT), name=script.__name__))
-    for size, ranks in ((16, 1), (5, 1), (3, 2)):
+    for size, ranks in ((16, 1), (3, 2)):
         runs.append(folder / str(size))
         more = words_of(device="cpu", micro_batch_size=size, run_dir=runs[-1], **flags)
         assert launch(program, *more, ranks=ranks).stderr == ""
@@ -141,9 +141,8 @@ def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, start):
     metrics = [read_jsonl(run_dir / "metrics.jsonl") for run_dir in runs]
     losses = [[x.get("loss") or x["eval/loss"] for x in lines] for lines in metrics]
     assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]  # evaluated, trained, evaluated
-    for i in (1, 2):
-        assert difference(gradient(runs[i]), gradient(runs[0])) < 1e-12
-        assert losses[i] == pytest.approx(losses[0], rel=1e-12)
+    assert difference(gradient(runs[1]), gradient(runs[0])) < 1e-12
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def test_it_learns_to_stop(tmp_path, start):

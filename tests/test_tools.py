@@ -227,16 +227,13 @@ def test_metrics_count_sampled_tokens(tmp_path, monkeypatch):
     assert all(re.fullmatch(pattern, x["response"]) for x in samples)
 
 
-@pytest.mark.parametrize(
-    "flags", [["--tool", "none.py:f"], ["--tool", "toy/make_tools.py:f"], ["--call_end", "§"]]
-)
-def test_a_wrong_tool_is_refused_before_training(flags, tmp_path):
-    result = launch("reinforce_pp_tools.py", *flags, "--run_dir", tmp_path / "run", check=False, cwd=ROOT)
-    assert (
-        result.returncode == 2
-        and f"{flags[0]} {flags[1]}" in result.stderr
-        and not (tmp_path / "run").exists()
-    )
+@pytest.mark.parametrize("flags", [{"tool": "none.py:f"}, {"tool": "toy/make_tools.py:f"}, {"call_end": "§"}])
+def test_a_wrong_tool_is_refused_before_training(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("reinforce_pp_tools", **flags, run_dir=tmp_path / "run")
+    [(name, value)] = flags.items()
+    said = capsys.readouterr().err
+    assert f"--{name} {value}" in said and said.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def test_an_exception_is_an_answer():
@@ -245,6 +242,7 @@ def test_an_exception_is_an_answer():
 
     ids = script.ask(tool, TOKENIZER, TOKENIZER("4 =")["input_ids"])
     assert "+" in TOKENIZER.decode(ids) and script.ask(lambda text: None, TOKENIZER, [3]) == []
+    assert script.ask(lambda text: 3, TOKENIZER, [9]) == TOKENIZER("3")["input_ids"]  # a number, not a text
     assert script.ask(lambda text: "3 +", make_tokenizer(bos=True), [9]) == TOKENIZER("3 +")["input_ids"]
 
 
