@@ -36,6 +36,12 @@ NOTES = {
         "scores[i] = (scores[i] - id2mean[index[i]]) / (id2std[index[i]] + epsilon)",
         "scores[i] = (scores[i] - id2mean[index[i]]) / (id2std[index[i]] + 1e-4)")],
     ("OpenRLHF", "std + 1e-9"): [GROUP_STD],
+    # MaxRL divides by the mean of the group's scores, and no framework does. The std comes closest.
+    ("TRL", "std for mean"): [(TRL + "_generate_and_score_completions",
+        "advantages = advantages / (std_rewards + 1e-4)", "advantages = advantages / mean_grouped_rewards")],
+    ("verl", "std for mean"): [(VERL + "compute_grpo_outcome_advantage",
+        "scores[i] = (scores[i] - id2mean[index[i]]) / (id2std[index[i]] + epsilon)",
+        "scores[i] = (scores[i] - id2mean[index[i]]) / id2mean[index[i]]")],
     # The variance over tokens divides by n - 1, in the scripts by n. The paper does not say.
     ("verl", "n - 1"): [
         ("verl.utils.torch_functional:masked_var", "variance = variance * bessel_correction", "pass")],
@@ -77,9 +83,9 @@ def rows(runs: list[dict]) -> None:
     """The relative difference of both gradients by flags alone, and what makes it."""
     lines = []
     for run in runs:
-        ours, theirs = f"`{run['script']} {run['flags']}".strip() + "`", f"`{run['peer_flags']}`"
-        lines.append([ours, theirs, f"{run['difference']:.1g}", run["note"]])
-    table(["script", "TRL (Trainer), verl (=), OpenRLHF (--)", "difference", "caused by"], lines)
+        script = f"`{run['script']} {run['flags']}".strip() + "`"
+        lines.append([script, run["peer"], f"`{run['peer_flags']}`", f"{run['difference']:.1g}", run["note"]])
+    table(["script", "framework", "closest there", "difference", "caused by"], lines)
 
 
 def comparison() -> None:

@@ -7,7 +7,7 @@ The gradients of all parameters, and for ppo of the values, are compared as one 
 
     TRL         train() of its trainer, for a step of two micro-batches. Sampling is replaced by our responses. Between
                 scoring and update the weights change from the old policy to the new one. Advantages are float32
-    verl        on our log-probs: apply_kl_penalty, compute_advantage, ppo_loss and value_loss
+    verl        on our log-probs: apply_kl_penalty, compute_advantage, ppo_loss, value_loss, distillation_ppo_loss
     OpenRLHF    on our log-probs: compute_advantages_and_returns, and training_step of actor and critic. The KL is
                 float32. Engines such as Ray and vLLM are not installed for verl and OpenRLHF, and nothing of them runs
 """
@@ -61,11 +61,13 @@ from openrlhf.trainer.ppo_utils import Experience, experience_maker
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
+from verl.trainer.distillation import losses as verl_distillation
 from verl.trainer.ppo import core_algos, ray_trainer
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, DistillationLossConfig
 from verl.workers.utils import losses as verl_losses
 
 K = 8  # responses per prompt
+ONE_STEP = "reinforce", "rloo", "remax", "maxrl", "distill"  # per rollout
 OPENRLHF_DEFAULTS = """--algo.advantage.gamma 1 --algo.advantage.lambd 1 --algo.advantage.no_std_norm false
 --algo.kl.init_coef 0.01 --algo.kl.estimator k1 --algo.kl.use_loss false --algo.kl.unbiased_gradient false
 --actor.policy_loss_type ppo --actor.loss_agg_mode token-mean --actor.eps_clip_low_high 0.2 0.2
@@ -172,8 +174,16 @@ def verl(flags, models, data):
     policy_loss = {"loss_mode": actor.pop("policy_loss", {}).get("loss_mode", "vanilla")}
     actor = ActorConfig(strategy="fsdp", rollout_n=K, use_dynamic_bsz=True, policy_loss=policy_loss, **actor)
     logprobs = grpo.token_logprobs(models["new"], data, 1.0)
-    with mock.patch.object(verl_losses, "no_padding_2_padding", lambda x, data: x):  # ours are padded already
-        verl_losses.ppo_loss(actor, {"log_probs": logprobs}, batch)[0].backward()
+    outputs = {"log_probs": logprobs}
+    padded = {"no_padding_2_padding": lambda x, data: x}  # ours are padded already
+    with mock.patch.multiple(verl_losses, **padded), mock.patch.multiple(verl_distillation, **padded):
+        if "distillation" in config:  # the reference is the teacher
+            batch["teacher_logprobs"] = data["ref_logprobs"]
+            loss = DistillationLossConfig(**config.distillation.distillation_loss)
+            distillation = types.SimpleNamespace(distillation_loss=loss)
+            verl_distillation.distillation_ppo_loss(actor, distillation, outputs, batch)[0].backward()
+        else:
+            verl_losses.ppo_loss(actor, outputs, batch)[0].backward()
         if algorithm.adv_estimator == "gae":
             rest = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
             critic = types.SimpleNamespace(**config.critic, **rest)
@@ -290,8 +300,10 @@ def offline(script, flags, name, options, models, tokenizer):
 
 def measure(script, flags, peer, peer_flags, models, tokenizer, prompts, data):
     """Cosine and relative difference of both gradients."""
-    if script in ("reinforce", "rloo", "remax"):  # one step per rollout: the policy is the one that sampled
+    if script in ONE_STEP:  # the policy is the one that sampled
         data, models = data | {"old_logprobs": data["new_logprobs"]}, models | {"old": models["new"]}
+    if script == "maxrl":  # which takes no negative scores
+        data = data | {"scores": (data["scores"] > 0).double()}
     data = data | {"kl": data["old_logprobs"] - data["ref_logprobs"]}
     if peer == "TRL":
         name, _, text = peer_flags.partition(" ")
@@ -310,6 +322,9 @@ def measure(script, flags, peer, peer_flags, models, tokenizer, prompts, data):
 def main():
     transformers.utils.logging.set_verbosity_error()
     data, runs = make_data(), json.loads(sys.argv[1])
+    responses, mask = data[-1], data[-1]["response_mask"]
+    ratio = (responses["new_logprobs"] - responses["old_logprobs"])[mask].exp()
+    clipped = f"{(ratio < 0.8).sum()} with a ratio below 0.8, {(ratio > 1.2).sum()} above 1.2"
     for run in runs:
         case = [run[key] for key in ("script", "flags", "peer", "peer_flags")]
         run |= measure(*case, *data)
@@ -318,7 +333,8 @@ def main():
                 run["then"] = measure(*case, *data)["difference"]
     names = ["torch", "transformers", "trl", "verl", "openrlhf"]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    print(json.dumps({"made": {"versions": versions}, "runs": runs}))
+    made = {"versions": versions, "data": f"{len(mask)} responses, {len(ratio)} tokens, {clipped}"}
+    print(json.dumps({"made": made, "runs": runs}))
 
 
 if __name__ == "__main__":
