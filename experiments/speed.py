@@ -162,8 +162,9 @@ def tokens_per_second(runs: list[dict]) -> float:
 
 def show_speed(runs: list[dict]) -> str:
     each = [tokens_per_second([run]) for run in runs]
-    text = f"{tokens_per_second(runs):.0f}"
-    return text if len(runs) == 1 else f"{text} ({min(each):.0f}-{max(each):.0f})"
+    digits = 0 if min(each) >= 100 else 1
+    text = f"{tokens_per_second(runs):.{digits}f}"
+    return text if len(runs) == 1 else f"{text} ({min(each):.{digits}f}-{max(each):.{digits}f})"
 
 
 def show_peak(runs: list[dict]) -> str:

@@ -46,7 +46,7 @@ PROPERTIES = {
     "cispo": Properties(8, "the group", "yes", "none", "weight, -1 +0.28", "tokens", "2"),
     "sapo": Properties(8, "the group", "yes", "none", "soft gate", PER_LENGTH, "2"),
     "dppo": Properties(8, "the group", "yes", "none", "probability, 0.15", "tokens", "2"),
-    "maxrl": Properties(8, "the mean of its group", "yes", "none", "none", "responses", "1, fixed"),
+    "maxrl": Properties(8, "its group's mean", "yes", "none", "none", "responses", "1, fixed"),
     "distill": Properties(1, "the teacher", "yes", "the objective", "none", "tokens", "1, fixed"),
 }
 

@@ -290,6 +290,7 @@ def test_log_probs_are_those_of_sampling_with_dropout_in_the_config(kind, checkp
     assert 0 < float((again - rollout["old_logprobs"]).detach().abs().max()) < 2e-4
 
 
+@pytest.mark.long
 def test_the_first_ratio_of_each_rollout_is_one(monkeypatch, tmp_path):
     """The log-probs of sampling against those of the first update, over the whole run of the toy. What is left
     is float32's rounding, which a rare token magnifies."""

@@ -17,7 +17,7 @@ import soak
 import torch
 import transformers
 import tyro
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
+from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
 from zoo import run
 
 FLAGS = {"num_iterations": 5, "save_every": 2, "eval_every": 2, "log_every": 1}
@@ -52,9 +52,9 @@ def interrupt(monkeypatch, script: str, name: str, call: int, run_dir, **flags) 
     "script, ranks, moment",
     [
         ("grpo", 1, "torn checkpoint:2"),
-        ("ppo", 1, "torn line:3"),
-        ("grpo", 2, "before rename:2"),
         ("ppo", 2, "half a model:1"),
+        pytest.param("ppo", 1, "torn line:3", marks=pytest.mark.long),
+        pytest.param("grpo", 2, "before rename:2", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_resumes_to_the_last_bit(script, ranks, moment, flags, tmp_path):
@@ -72,7 +72,7 @@ def test_a_killed_run_resumes_to_the_last_bit(script, ranks, moment, flags, tmp_
     assert [line["iteration"] for line in lines if "score" in line] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
+@pytest.mark.parametrize("script", SKELETONS)
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path, monkeypatch):
     """It stops in iteration 4 and resumes after 2. Lines that it had logged since are not there twice."""
     flags |= {"lr_schedule": "cosine", "warmup_iterations": 3}
