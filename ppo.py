@@ -388,7 +388,7 @@ def main(args):
     optimizer, scheduler = make_optimizer(args, policy, args.learning_rate)
     state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
 
-    # The critic is a model of its own, with its own optimizer
+    # The critic is a separate model with its own optimizer
     critic = load_critic(args, tokenizer, device)
     critic_optimizer, critic_scheduler = make_optimizer(args, critic, args.critic_learning_rate)
     state |= {"critic": critic, "critic_optimizer": critic_optimizer, "critic_scheduler": critic_scheduler}

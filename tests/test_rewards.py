@@ -122,7 +122,7 @@ def ids_of(tokenizer, eos: int = 1) -> list[list[int]]:
     return [tokenizer(f"{prompt} {response}")["input_ids"] + [eos] * end for prompt, response, end in texts]
 
 
-@pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a token of its own, EOS, none
+@pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
 def test_a_reward_model_reads_prompt_and_response_and_eos(tmp_path, pad_token_id, micro_batch_size):
     tokenizer = make_tokenizer(pad="<eos>")

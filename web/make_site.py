@@ -18,6 +18,7 @@ WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
 GUIDE = [
     "toy",
@@ -95,6 +96,10 @@ def write_pages() -> None:
             shutil.copy(path, target)
         elif path.suffix == ".md":
             text = home_page() if path == ROOT / "README.md" else path.read_text()
+            if PLAYGROUND.search(text):  # with the script, and the one that its page compares it with
+                other = re.search(rf"make diff A=(\w+) B={path.stem}`", text)[1]
+                link = rf"In the [Playground](../playground.html#preset=\1&pin={path.stem},{other}), preset `\1`"
+                text = PLAYGROUND.sub(link, text)
             target.write_text(LINK.sub(relink, COG.sub("", text)))
         else:
             name, language = path.relative_to(ROOT), path.suffix[1:] or "text"

@@ -197,6 +197,16 @@ def test_a_link_restores_the_state(visit):  # noqa: F811
     playwright.expect(page.get_by_label("A1: reward")).to_have_value("1")
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_page_of_a_script_leads_to_a_preset_and_a_comparison(visit, name):  # noqa: F811
+    page = visit(f"scripts/{name}.html")
+    page.get_by_role("link", name="Playground").last.click()
+    playwright.expect(page.locator("#unknown")).to_be_empty()
+    preset, pinned = re.fullmatch(r".*#preset=(\w+)&pin=(\w+,\w+)", page.url).groups()
+    playwright.expect(page.locator(f"[data-preset={preset}]")).to_have_attribute("aria-pressed", "true")
+    assert pinned.split(",")[0] == name and set(pinned.split(",")) <= set(SCRIPTS)
+
+
 @pytest.mark.parametrize(
     "address", ["a=1_8&b=1_8", "a=2x1_8&b=3x1_8", "a=2x1_99&b=2x1_8", "preset=no", "a=x&b=y", "other=1"]
 )
