@@ -74,7 +74,7 @@ def words_of(flags: dict) -> list[str]:
     for name, value in flags.items():
         words.append(f"--{name}")
         if value is not True:
-            words.append(str(value).replace("e-0", "e-") if isinstance(value, float) else str(value))
+            words.append(f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value))
     return words
 
 
@@ -176,7 +176,10 @@ def mean(values: list[float]) -> float:
 def show(values: list[float], digits: int = 2) -> str:
     """Mean, and with several values the lowest and the highest."""
     text = f"{mean(values):.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    if len(values) == 1:
+        return text
+    between = " to " if min(values) < 0 else "-"
+    return f"{text} ({min(values):.{digits}f}{between}{max(values):.{digits}f})"
 
 
 def table(heads: list[str], rows: Iterable[list[str]]) -> None:

@@ -1,0 +1,152 @@
+"""Accuracy of the trained toy models on held-out chains: by length, and pass@k.
+
+    python experiments/held_out.py               train, evaluate, draw and print: an hour on two cores
+    python experiments/held_out.py --no_run      only draw and print the committed results
+
+Every policy script is trained with its defaults over three seeds. pass@k is the probability that at least one of k
+responses is right (Chen et al., arXiv 2107.03374, equation 1). It is estimated from 16 sampled responses to each of 100
+held-out prompts, greedy accuracy from one response to each. "start" is the model before training.
+"""
+
+import random
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+import tyro
+from common import POLICY_SCRIPTS, ROOT, curve, group_by, load, mean, run_all, show, table, train
+
+import grpo
+from toy.make_toy import make_chain, prompt, value
+
+SAMPLES = 16  # responses to each prompt
+KS = (1, 2, 4, 8, 16)
+LENGTHS = (4, 6, 8, 10)  # numbers of a chain; training has 2 to 5
+NUM_PROMPTS = 100  # of each length
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("start", *POLICY_SCRIPTS)
+    """Which scripts, by name."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Which seeds."""
+    run: bool = True
+    """Train what the result file lacks."""
+
+
+def held_out_chains(length: int) -> list[list]:
+    """Different chains of this length. No training prompt is among them."""
+    trained_on = (ROOT / "toy" / "train.jsonl").read_text()
+    rng = random.Random(length)
+    chains = {}
+    while len(chains) < NUM_PROMPTS:
+        chain = make_chain(rng, length)
+        if f'"{prompt(chain)}"' not in trained_on:
+            chains[prompt(chain)] = chain
+    return list(chains.values())
+
+
+def evaluate(folder: str | Path) -> dict:
+    """For each length: greedy accuracy, and for each prompt how many of the sampled responses are right."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    args = SimpleNamespace(max_response_length=64, temperature=1.0, dtype="float32")
+
+    def right(chains: list, **options) -> torch.Tensor:
+        """1 or 0 for each response (prompts, responses per prompt)."""
+        ids = tokenizer([prompt(chain) for chain in chains])["input_ids"]
+        rollout = grpo.generate(model, tokenizer, ids, args, **options)
+        texts = grpo.decode(tokenizer, rollout, skip_special_tokens=True)
+        answers = [value(chain) for chain in chains for _ in range(len(texts) // len(chains))]
+        return torch.tensor(grpo.exact_answer("answer", texts, answers)).view(len(chains), -1)
+
+    result = {"greedy": {}, "successes": {}}
+    for length in LENGTHS:
+        chains = held_out_chains(length)
+        result["greedy"][str(length)] = round(right(chains, greedy=True).mean().item(), 4)
+        successes = right(chains, samples_per_prompt=SAMPLES).sum(1)
+        result["successes"][str(length)] = successes.int().tolist()
+    return result
+
+
+def measure(run_dir: Path, script: str, seed: int) -> dict:
+    if script == "start":
+        return evaluate(ROOT / "toy" / "policy")
+    lines, _ = train(script, {"seed": seed, "eval_every": 0}, run_dir)
+    return evaluate(run_dir / "model") | {key: curve(lines, key) for key in ("score", "kl")}
+
+
+def pass_at(k: int, successes: list[int]) -> float:
+    """pass@k, averaged over prompts with so many right responses of SAMPLES each."""
+    return 1 - mean([comb(SAMPLES - right, k) / comb(SAMPLES, k) for right in successes])
+
+
+def pass_at_k(length: int = 8) -> None:
+    """Print pass@k of each script on chains of this length, mean over the seeds."""
+    rows = []
+    for (script,), runs in group_by(load("held_out")["runs"], "script").items():
+        each = [[pass_at(k, run["successes"][str(length)]) for k in KS] for run in runs]
+        rows.append([name_of(script), *(show(list(values)) for values in zip(*each))])
+    rows.append(["a random digit", *(f"{1 - 0.9**k:.2f}" for k in KS)])
+    table(["script", *(f"pass@{k}" for k in KS)], rows)
+
+
+def by_length() -> None:
+    """Print greedy accuracy by the length of the chain, mean over the seeds."""
+    rows = []
+    for (script,), runs in group_by(load("held_out")["runs"], "script").items():
+        cells = [show([run["greedy"][str(length)] for run in runs]) for length in LENGTHS]
+        rows.append([name_of(script), *cells])
+    table(["script", *(f"{length} numbers" for length in LENGTHS)], rows)
+
+
+def name_of(script: str) -> str:
+    return "before training" if script == "start" else f"`{script}.py`"
+
+
+def draw() -> None:
+    """Draw pass@k on each length: the model before training, and some scripts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from plot import COLORS
+
+    groups = group_by(load("held_out")["runs"], "script")
+    shown = [("start",), ("grpo",), ("rloo",), ("maxrl",), ("raft",), ("reinforce_pp",), ("ppo",)]
+    figure, axes = plt.subplots(1, len(LENGTHS), figsize=(9, 2.8), dpi=110, layout="constrained", sharey=True)
+    for axis, length in zip(axes, LENGTHS):
+        for color, key in zip(COLORS, shown):
+            runs = groups.get(key, [])
+            values = [mean([pass_at(k, run["successes"][str(length)]) for run in runs]) for k in KS if runs]
+            axis.plot(KS[: len(values)], values, color=color, marker=".", lw=1.3, label=key[0])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(KS, KS)
+        axis.set_title(f"{length} numbers", fontsize=10)
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("pass@k")
+    figure.supxlabel("k", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=7, fontsize=9)
+    figure.savefig(ROOT / "docs" / "pass_at_k.png")
+
+
+def main(args: Args) -> None:
+    cells = [{"script": script, "seed": seed} for seed in args.seeds for script in args.scripts]
+    if args.run:
+        run_all(
+            "held_out", [cell for cell in cells if cell["script"] != "start" or cell["seed"] == 1], measure
+        )
+    draw()
+    by_length()
+    pass_at_k()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))
