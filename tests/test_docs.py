@@ -86,7 +86,8 @@ def test_a_command_parses(path, words, monkeypatch):
 @each_script
 def test_a_docstring_has_a_command_for_the_toy_and_a_complete_one(path):
     commands = commands_in(text_of(path))
-    assert ["python", path.name] in commands
+    # The toy's heads are too small for vLLM on a CPU.
+    assert ["python", path.name] in commands or path.name == "grpo_vllm.py"
     [real] = [words for words in commands if "torchrun" in words]
     assert {path.name, "--model", "--dataset", "--learning_rate", "--dtype", "--run_dir"} <= set(real)
 
