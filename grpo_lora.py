@@ -31,6 +31,7 @@ import runpy
 import shutil
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -289,6 +290,7 @@ def add_adapter(args, model):
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft uses this old name
     return peft.get_peft_model(model, config)
 
 
@@ -542,7 +544,7 @@ def load(args, auto_class, flag, name, device):
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model, info = auto_class.from_pretrained(
-            path, dtype=getattr(torch, args.dtype), use_safetensors=True, output_loading_info=True
+            path, dtype=args.dtype, use_safetensors=True, output_loading_info=True
         )
     # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
     kind = str(model.config.architectures)

@@ -147,17 +147,8 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path):
 
 
 def test_it_learns_the_toy(tmp_path):
-    launch(
-        "grpo_lora.py",
-        "--num_iterations",
-        40,
-        "--eval_every",
-        0,
-        "--device",
-        "cpu",
-        "--run_dir",
-        tmp_path / "run",
-        cwd=ROOT,
-    )
+    """And prints nothing to stderr."""
+    flags = ["--num_iterations", 40, "--eval_every", 0, "--device", "cpu", "--run_dir", tmp_path / "run"]
+    assert launch("grpo_lora.py", *flags, cwd=ROOT).stderr == ""
     scores = [x["score"] for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "score" in x]
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.8
