@@ -136,7 +136,9 @@ def test_a_variant_has_its_parents_estimator(name):
     assert sync.OWN.findall(source)[1] == sync.OWN.findall(parent)[1]
     lines = [sync.skeleton(text).splitlines() for text in (parent, source)]
     changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-" and line[2:].strip()]
-    assert len(changed) <= {"grpo_lora": 50, "grpo_fsdp": 100, "grpo_vllm": 150, "reinforce_pp_tools": 90}[name]
+    assert (
+        len(changed) <= {"grpo_lora": 50, "grpo_fsdp": 100, "grpo_vllm": 150, "reinforce_pp_tools": 90}[name]
+    )
 
 
 def test_an_edit_reaches_the_variants(repository, capsys):
