@@ -9,7 +9,8 @@
 //   values      the critic's value before each token
 //
 // Each function returns {advantages, weights, clipped}: a list per response, with an entry per token. The weight of a
-// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss.
+// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss. What a clip can
+// stop is in stops: "token" or "response"; without it, nothing.
 
 const sum = (xs) => xs.reduce((total, x) => total + x, 0);
 const mean = (xs) => sum(xs) / xs.length;
@@ -85,7 +86,7 @@ function clippedLoss(batch, advantages, share, low = 0.2, high = 0.2, klPull = (
     const push = clipped[i][t] ? 0 : Math.exp(response.logRatios[t]) * advantages[i][t];
     return share(batch, response) * (push + klPull(response, t));
   });
-  return { advantages, weights, clipped };
+  return { advantages, weights, clipped, stops: "token" };
 }
 
 // Two KL terms of a loss: minus beta times their derivative, with d = log(pi_theta / pi_ref).
@@ -180,7 +181,7 @@ function gspo(batch) {
     const average = mean(response.logRatios);
     return { ...response, logRatios: response.logRatios.map(() => average) };
   });
-  return clippedLoss({ ...batch, responses }, advantages, overLength, 3e-4, 4e-4);
+  return { ...clippedLoss({ ...batch, responses }, advantages, overLength, 3e-4, 4e-4), stops: "response" };
 }
 
 function cispo(batch) {
@@ -219,7 +220,7 @@ function dppo(batch) {
   const weighted = eachToken(batch, ({ logRatios }, t, i) =>
     clipped[i][t] ? 0 : Math.min(Math.exp(logRatios[t]), maxRatio) * advantages[i][t],
   );
-  return { ...reinforceLoss(batch, weighted, meanOverTokens), advantages, clipped };
+  return { ...reinforceLoss(batch, weighted, meanOverTokens), advantages, clipped, stops: "token" };
 }
 
 function distill(batch) {

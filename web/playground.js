@@ -1,6 +1,6 @@
 // The page Playground: what every script makes of one group of responses. SCRIPTS comes from data.js.
 import { batchOf, ESTIMATORS, MAX_LENGTH, parseResponses, PRESETS } from "./estimators.mjs";
-import { nameOf, QUESTIONS, sentence, stopped } from "./sentences.mjs";
+import { comparison, nameOf, QUESTIONS, sentence, stopped } from "./sentences.mjs";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = Object.keys(SCRIPTS).filter((name) => Object.hasOwn(ESTIMATORS, name));
@@ -118,6 +118,8 @@ function load() {
   drawEditor();
   orderCards();
   update();
+  const preset = $("presets").querySelector("[aria-pressed=true]");
+  if (preset) $("presets").scrollLeft = preset.offsetLeft - $("presets").offsetLeft - 30;
 }
 
 // --- the editor ----------------------------------------------------------------------------------------------
@@ -144,13 +146,13 @@ function drawEditor() {
             aria-label="${label}tokens">
           <span class="tokens" role="group" aria-label="${label}tokens, arrow keys change them"></span>
           <input class="ratio" type="range" min="${-LARGEST}" max="${LARGEST}" step="0.01">
-          <output></output></div>`;
+          <span><output></output><button class="all" hidden>all</button></span></div>`;
       });
       return `<section><h2>Prompt ${name}
-        <label>greedy score, for remax.py <input class="greedy" data-p="${p}" type="number" step="any"
-          value="${greedy}"></label></h2>
+        <label>reward of the greedy answer (only remax.py uses it) <input class="greedy" data-p="${p}" type="number"
+          step="any" value="${greedy}"></label></h2>
         <div class="response head"><span></span><span>reward</span><span>tokens</span>
-        <span class="tokens">log-ratio log(π/π_old) of each token</span><span>log-ratio of all</span></div>
+        <span class="tokens">log-ratio log(π/π_old) of each token</span><span></span><span>log-ratio</span></div>
         ${rows.join("")}</section>`;
     })
     .join("");
@@ -174,8 +176,9 @@ function drawResponse(i) {
   const slider = row.querySelector(".ratio");
   slider.value = value;
   slider.setAttribute("aria-label", `${nameOf(i, k())}: log-ratio of ${who}`);
-  const text = token == null ? range(logRatios) : minus(value);
-  row.querySelector("output").textContent = token == null ? text.replace(" to ", "…") : `t${token + 1}: ${text}`;
+  const text = token == null ? range(logRatios).replace(" to ", "…") : `log-ratio of ${who}: ${minus(value)}`;
+  row.querySelector("output").textContent = text;
+  row.querySelector(".all").hidden = token == null;
   if (focused !== undefined) row.querySelector(`[data-t="${Math.min(focused, logRatios.length - 1)}"]`).focus();
 }
 
@@ -224,7 +227,17 @@ $("group").onchange = ({ target }) => {
 $("group").onclick = ({ target }) => {
   const button = target.closest("[data-t]");
   if (button) choose(rowOf(button), Number(button.dataset.t));
+  if (!target.matches(".all")) return;
+  target.closest(".response").querySelector(".ratio").focus();
+  choose(...chosen);
 };
+// Escape, or a click outside its row, releases the token: before a click redraws what it hits.
+addEventListener("keydown", ({ key }) => key == "Escape" && chosen && choose(...chosen));
+addEventListener(
+  "click",
+  ({ target }) => chosen && !target.closest(`.response[data-i="${chosen[0]}"]`) && choose(...chosen),
+  true,
+);
 $("group").onkeydown = (event) => {
   const { target, key } = event;
   if (!target.matches("[data-t]")) return;
@@ -233,18 +246,24 @@ $("group").onkeydown = (event) => {
   if (step) setLogRatio(i, t, responses()[i].logRatios[t] + step);
   else if (key == "ArrowRight") target.nextElementSibling?.focus();
   else if (key == "ArrowLeft") target.previousElementSibling?.focus();
-  else if (key == "Escape" && chosen) choose(...chosen);
   else return;
   event.preventDefault();
 };
 
+/** The response that a prompt can best do without: one of the most copies, of the most frequent reward; the last. */
+function leastMissed(list) {
+  const like = (f) => (x) => list.filter((other) => f(other) == f(x)).length;
+  const [copies, rewards] = [like(JSON.stringify), like((x) => x.reward)];
+  const score = (x) => copies(x) + rewards(x) / 10;
+  return list.findLastIndex((x) => score(x) == Math.max(...list.map(score)));
+}
+
 $("k").onchange = ({ target }) => {
   const count = Math.min(Math.max(Math.round(target.valueAsNumber || k()), 2), 8);
-  for (const prompt of group.prompts)
-    prompt.responses = Array.from(
-      { length: count },
-      (_, n) => prompt.responses[n] ?? { reward: 0, logRatios: Array(8).fill(0) },
-    );
+  for (const { responses: list } of group.prompts) {
+    while (list.length < count) list.push({ reward: 0, logRatios: Array(8).fill(0) });
+    while (list.length > count) list.splice(leastMissed(list), 1);
+  }
   chosen = null;
   drawEditor();
   update();
@@ -265,7 +284,8 @@ $("ask").onchange = ({ target }) => {
 };
 
 const buttons = Object.entries(PRESETS).map(([name, { title }]) => `<button data-preset="${name}">${title}</button>`);
-$("presets").insertAdjacentHTML("afterbegin", buttons.join(""));
+$("presets").innerHTML = buttons.join("");
+$("play").querySelector("details").open = matchMedia("(min-width: 900px)").matches;
 $("distilled").hidden = !NAMES.includes("distill");
 $("presets").onclick = ({ target }) => {
   const name = target.dataset.preset;
@@ -287,8 +307,8 @@ for (const name of NAMES) {
   card.innerHTML = `<header><h2>${name}.py</h2>
     <button class="code" aria-expanded="false">code</button>
     <button class="pin" aria-pressed="false" aria-label="pin ${name}.py">pin</button></header>
-    <p class="says"></p><div class="cells"></div>
-    <div class="source" hidden><p><a href="${SCRIPTS[name].link}">${name}.py</a>: ${SCRIPTS[name].title}</p>
+    <p class="title">${SCRIPTS[name].title}</p><p class="says"></p><p class="scale"></p><div class="cells"></div>
+    <div class="source" hidden><p><a href="${SCRIPTS[name].link}">The page of ${name}.py</a></p>
     <pre tabindex="0"></pre></div>`;
   const source = ["compute_advantages", "policy_loss"].map((wanted) => functionOf(name, wanted));
   card.querySelector("pre").textContent = source.join("\n\n\n");
@@ -297,16 +317,19 @@ for (const name of NAMES) {
     if (target.closest(".source") || getSelection().toString()) return;
     const box = card.querySelector(".source");
     box.hidden = !box.hidden;
-    card.querySelector(".code").setAttribute("aria-expanded", !box.hidden);
+    const button = card.querySelector(".code");
+    button.setAttribute("aria-expanded", !box.hidden);
+    button.textContent = box.hidden ? "code" : "hide code";
   };
   // The numbers of a token, once somebody points at it.
   card.onpointerover = ({ target }) => {
     if (!target.matches(".cells i")) return;
     const i = Number(target.closest(".row").dataset.i);
     const t = [...target.parentElement.children].indexOf(target);
-    const { advantages, weights } = results[name];
+    const { advantages, weights, stops } = results[name];
     const numbers = `advantage ${shown(advantages[i][t])}, push ${shown(weights[i][t])}`;
-    target.title = `${nameOf(i, k())}, token ${t + 1}: ${numbers}`;
+    const why = `The policy has already moved this ${stops} far enough in the wanted direction.`;
+    target.title = `${nameOf(i, k())}, token ${t + 1}: ${numbers}. ${target.matches(".cut") ? why : ""}`;
   };
   $("scripts").append(card);
 }
@@ -329,11 +352,11 @@ function orderCards() {
 function pin(name) {
   pinned = pinned.includes(name) ? pinned.filter((other) => other != name) : [...pinned, name].slice(-2);
   orderCards();
-  save();
+  update();
 }
 
-function drawCard(name, batch) {
-  const { advantages, weights, clipped } = (results[name] = ESTIMATORS[name](batch));
+function drawCard(name) {
+  const { advantages, weights, clipped } = results[name];
   const largest = (lists) => Math.max(...lists.flat().map(Math.abs));
   const [most, mostPush] = [largest(advantages), largest(weights)].map((x) => (x < 1e-9 ? 0 : x));
   const rows = advantages.map((own, i) => {
@@ -341,19 +364,22 @@ function drawCard(name, batch) {
     const cut = stopped(own, clipped[i]);
     const pushes = weights[i].map((x, t) => cell(x, mostPush, cut[t])).join("");
     const count = cut.filter((x) => x).length;
-    const perToken = `push of a token ${range(weights[i])}${count ? `, ${count} clipped` : ""}`;
+    const perToken = `push of a token ${range(weights[i])}${count ? `, ${count} hatched` : ""}`;
     return `<div class="row" data-i="${i}"><b>${nameOf(i, k())}</b>
       <span class="strip advantages" role="img" aria-label="advantage ${range(own)}">${cells}</span>
       <span class="number">${shown(mean(own))}</span>
       <span class="strip pushes" role="img" aria-label="${perToken}">${pushes}</span>
       <span class="number">${shown(sum(weights[i]))}</span></div>`;
   });
-  const head = `<div class="row head"><span></span><span>advantage</span><span class="number">mean</span>
-    <span>push</span><span class="number">sum</span></div>`;
+  const head = `<div class="row head"><span></span><span>advantage<br>per token</span><span class="number">mean</span>
+    <span>push<br>per token</span><span class="number">whole<br>response</span></div>`;
   const [a, b] = [rows.slice(0, k()), rows.slice(k())].map((own) => `<div>${head}${own.join("")}</div>`);
   const card = cardOf(name);
   card.querySelector(".cells").innerHTML = a + b;
   card.querySelector(".says").textContent = sentence(ask, ESTIMATORS[name], group);
+  const other = pinned.length == 2 && pinned.includes(name) && pinned.find((x) => x != name);
+  const same = other ? comparison(weights, results[other].weights, `${other}.py`) : "";
+  card.querySelector(".scale").innerHTML = `Strongest push on a token: ${shown(mostPush)}. <b>${same}</b>`;
 }
 
 let waiting = false;
@@ -369,7 +395,8 @@ function update() {
   requestAnimationFrame(() => {
     waiting = false;
     const batch = batchOf(group);
-    NAMES.forEach((script) => drawCard(script, batch));
+    for (const script of NAMES) results[script] = ESTIMATORS[script](batch);
+    NAMES.forEach(drawCard);
   });
 }
 

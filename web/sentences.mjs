@@ -24,7 +24,7 @@ const direction = (x) => (x > 0 ? "up" : "down");
 function share(x) {
   if (near(x, 1)) return "the same push as";
   if (x < 1 && near(1 / x, Math.round(1 / x))) return `1/${Math.round(1 / x)} of the push of`;
-  return `${round(x)} times the push of`;
+  return `${digits(x, Math.abs(x - 1) < 0.05 ? 3 : 2)} times the push of`;
 }
 
 /** Where the clip stops a token that has an advantage, rounding errors aside. */
@@ -33,7 +33,7 @@ export const stopped = (advantages, clipped) => clipped.map((x, t) => x && !isZe
 /** What the sentences need to know of each response. */
 function describe(estimate, group) {
   const batch = batchOf(group);
-  const { advantages, weights, clipped } = estimate(batch);
+  const { advantages, weights, clipped, stops } = estimate(batch);
   return batch.responses.map(({ reward, logRatios }, i) => {
     const prompt = Math.floor(i / batch.k);
     const difference = reward - mean(group.prompts[prompt].responses.map((other) => other.reward));
@@ -43,6 +43,8 @@ function describe(estimate, group) {
       reward,
       length: logRatios.length,
       rank: isZero(difference) ? 0 : Math.sign(difference), // 1: right, -1: wrong
+      moved: logRatios.map((x) => x != 0),
+      stops,
       clipped: stopped(advantages[i], clipped[i]),
       weights: weights[i],
       total: sum(weights[i]),
@@ -212,17 +214,34 @@ function aboutRatios(responses, estimate, group) {
     return "All log-ratios are 0, so the ratio of each token is 1: move a slider.";
   const before = describe(estimate, withoutRatios(group));
   if (sameWeights(before, responses)) return "The log-ratios change nothing.";
-  const stopped = responses.flatMap((x) => x.clipped);
-  const old = allWeights(before);
-  const factors = allWeights(responses)
-    .map((x, n) => x / old[n])
-    .filter((_, n) => !stopped[n] && !isZero(old[n]));
-  const count = stopped.filter((x) => x).length;
-  const text = `The clip stops ${count || "none"} of the ${stopped.length} tokens.`;
-  if (!factors.length) return text;
+  const { stops } = responses[0];
+  const factors = responses.flatMap(({ weights, clipped, moved }, i) => {
+    const old = before[i].weights;
+    return weights.map((x, t) => x / old[t]).filter((_, t) => !clipped[t] && !isZero(old[t]) && (stops || moved[t]));
+  });
   const [low, high] = [Math.min(...factors), Math.max(...factors)];
-  const range = near(low, high) ? `${round(low)} times` : `${round(low)} to ${round(high)} times`;
-  return `${text} ${count ? "The others get" : "They get"} ${range} the push that they would get at ratio 1.`;
+  const range = near(low, high) ? round(low) : `${round(low)} to ${round(high)}`;
+  if (!stops) return `No push is cut to zero; moved tokens are only scaled, by a factor of ${range}.`;
+  const all = responses.flatMap((x) => (stops == "token" ? x.clipped : x.clipped.includes(true)));
+  const count = all.filter((x) => x).length;
+  const units = stops == "token" ? "tokens" : "responses, each as a whole";
+  const why = `: the policy has already moved ${count > 1 ? "them" : "it"} far enough in the wanted direction`;
+  const text = `The clip stops ${count || "none"} of the ${all.length} ${units}${count ? why : ""}.`;
+  if (!factors.length) return text;
+  return `${text} ${count ? "The others get" : "They get"} ${range} times the push that they would get at ratio 1.`;
+}
+
+/** How the pushes of a script relate to those of another one, where they agree up to a factor; else nothing. */
+export function comparison(weights, others, other) {
+  const [mine, theirs] = [weights.flat(), others.flat()];
+  const n = theirs.findIndex((x) => !isZero(x));
+  const factor = mine[n] / theirs[n];
+  if (n < 0 || isZero(mine[n]) || !mine.every((x, t) => near(x, factor * theirs[t]))) return "";
+  if (near(factor, 1)) return `Same pushes as ${other}.`;
+  const size = Math.abs(factor);
+  const inverse = Math.round(1 / size);
+  const times = inverse > 1 && near(1 / size, inverse) ? `1/${inverse}` : `${digits(size, 3)} times`;
+  return `Same pattern as ${other}, ${times} as large${factor < 0 ? " in the other direction" : ""}.`;
 }
 
 /** What the numbers of a script (a function of estimators.mjs) say about a group. */
@@ -234,7 +253,7 @@ export function sentence(ask, estimate, group) {
   }
   let n = 0;
   const otherRewards = [() => (7 * n++) % 5, (x) => 1 - x];
-  if (otherRewards.every((f) => sameWeights(describe(estimate, withRewards(group, f)), responses))) {
+  if (ask != "ratios" && otherRewards.every((f) => sameWeights(describe(estimate, withRewards(group, f)), responses))) {
     const weights = allWeights(responses);
     const what = weights.every((x) => near(x, weights[0])) ? " Every token gets the same push." : "";
     return `The rewards change nothing.${what}`;

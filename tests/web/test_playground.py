@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import random
 import re
 import subprocess
@@ -13,15 +14,19 @@ from test_site import DESKTOP, PHONE, ROOT, SITE, browser, playwright, visit  # 
 
 pytestmark = pytest.mark.web
 SCRIPTS = sync.policy_scripts()
+UNCLIPPED = ["reinforce", "rloo", "raft", "remax", "maxrl", "distill", "cispo", "sapo"]
 # Reads {name: batches} and writes {name: results}; null where there is no function of that name.
 PROGRAM = """
 import { readFileSync } from "node:fs";
 import { batchOf, ESTIMATORS, PRESETS } from "./estimators.mjs";
+import { comparison } from "./sentences.mjs";
 const { names, batches } = JSON.parse(readFileSync(0, "utf8"));
 for (const { group } of Object.values(PRESETS)) batches.push(batchOf(group));
 const all = (name) => ESTIMATORS[name] ? batches.map(ESTIMATORS[name]) : null;
 const results = Object.fromEntries(names.map((name) => [name, all(name)]));
-process.stdout.write(JSON.stringify({ batches, results }));
+const relate = (a, b) => results[a].map(({ weights }, n) => comparison(weights, results[b][n].weights, b)).slice(-20);
+const relations = names.flatMap((a) => names.map((b) => [a, b, relate(a, b)]));
+process.stdout.write(JSON.stringify({ batches, results, relations }));
 """
 
 
@@ -97,6 +102,28 @@ def test_javascript_computes_what_the_script_does(name, computed):
         assert sum(map(sum, result["clipped"])) == pytest.approx(fraction * int(mask.sum()), abs=1e-3)
 
 
+def test_a_relation_is_told_exactly_where_two_pushes_agree_up_to_a_factor(computed):
+    weights = {
+        name: [[x for row in result["weights"] for x in row] for result in results[-20:]]
+        for name, results in computed["results"].items()
+    }
+    factors = set()
+    for a, b, texts in computed["relations"]:
+        for mine, theirs, text in zip(weights[a], weights[b], texts, strict=True):
+            top = max(range(len(theirs)), key=lambda t: abs(theirs[t]))
+            factor = mine[top] / theirs[top] if theirs[top] else 0
+            pairs = zip(mine, theirs, strict=True)
+            agree = all(math.isclose(x, factor * y, rel_tol=0.01, abs_tol=1e-9) for x, y in pairs)
+            assert bool(text) == (agree and abs(factor) > 1e-6), (a, b, text)
+            if text:
+                pattern = r"Same p\w+ as \w+(?:, (1/)?([\d.]+)(?: times)? as large( in .*)?)?\."
+                inverse, number, turned = re.fullmatch(pattern, text).groups()
+                said = float(number or 1) ** (-1 if inverse else 1) * (-1 if turned else 1)
+                assert said == pytest.approx(factor, rel=0.01) and number != "1"
+                factors.add(said)
+    assert len(factors) > 10
+
+
 def card(page, name: str):
     return page.locator(f"[data-script={name}]")
 
@@ -113,11 +140,57 @@ def test_every_script_has_a_card_with_its_code(visit):  # noqa: F811
     for name in names:
         card(page, name).locator(".says").click()
         source = (ROOT / f"{name}.py").read_text()
+        title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
+        playwright.expect(card(page, name).locator(".title")).to_have_text(title)
+        playwright.expect(card(page, name).locator(".code")).to_have_text("hide code")
         for function in ("compute_advantages", "policy_loss"):
             text = re.search(rf"^def {function}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
             assert text in card(page, name).locator("pre").inner_text()
         card(page, name).locator(".code").click()
         playwright.expect(card(page, name).locator("pre")).to_be_hidden()
+        playwright.expect(card(page, name).locator(".code")).to_have_text("code")
+
+
+def test_two_pinned_cards_say_how_their_pushes_relate(visit):  # noqa: F811
+    """Advantages of 7 and 1 for A1, over 16 responses. The sentences are the same."""
+    page = visit("playground.html#preset=success&pin=maxrl,rloo")
+    maxrl, rloo = (card(page, name).locator(".scale") for name in ("maxrl", "rloo"))
+    push = "Strongest push on a token:"
+    playwright.expect(maxrl).to_have_text(f"{push} 0.438. Same pattern as rloo.py, 7 times as large.")
+    playwright.expect(rloo).to_have_text(f"{push} 0.063. Same pattern as maxrl.py, 1/7 as large.")
+    page.get_by_label("B1: reward").fill("1")
+    page.get_by_label("B2: reward").fill("1")  # MaxRL divides by the mean reward of each prompt
+    playwright.expect(rloo).not_to_contain_text("Same")
+    page.click("[data-preset=success]")
+    playwright.expect(rloo).to_contain_text("Same pattern as maxrl.py")
+    card(page, "grpo").locator(".pin").click()
+    playwright.expect(rloo).to_contain_text("Same pattern as grpo.py")
+    card(page, "grpo").locator(".pin").click()
+    playwright.expect(rloo).to_have_text(f"{push} 0.063.")
+    playwright.expect(maxrl).to_have_text(f"{push} 0.438.")
+
+
+def test_a_sentence_about_the_clip_counts_what_is_hatched(visit):  # noqa: F811
+    page = visit("playground.html#preset=moved&pin=gspo,sapo")
+    playwright.expect(card(page, "gspo").locator(".says")).not_to_be_empty()
+    why = "far enough in the wanted direction"
+    for name in SCRIPTS:
+        says = card(page, name).locator(".says").inner_text()
+        hatched = card(page, name).locator("i.cut").count()
+        assert (why in says) == (hatched > 0) == (name not in UNCLIPPED), name
+        if name == "gspo":
+            rows = card(page, name).locator(".row:has(.cut)").count()
+            assert f"stops {rows} of the 16 responses, each as a whole: " in says and hatched == 8 * rows
+        elif hatched:
+            assert f"stops {hatched} of the 128 tokens: " in says
+        elif name in ("sapo", "cispo"):
+            assert says.startswith("No push is cut to zero; moved tokens are only scaled, by a factor of ")
+        else:
+            assert says == "The log-ratios change nothing."
+    for name, unit in (("gspo", "response"), ("grpo", "token")):
+        hatched = card(page, name).locator("i.cut").first
+        hatched.hover()
+        playwright.expect(hatched).to_have_attribute("title", re.compile(f"moved this {unit} {why}"))
 
 
 def test_a_reward_changes_cells_and_sentences(visit):  # noqa: F811
@@ -159,6 +232,70 @@ def test_the_keyboard_moves_one_token_past_the_clip(visit):  # noqa: F811
     page.keyboard.press("Enter")  # now the slider moves this token only
     page.locator(".response[data-i='0'] .ratio").fill("0")
     playwright.expect(hatched).to_have_class("up")
+
+
+def test_a_chosen_token_is_named_and_can_be_released(visit):  # noqa: F811
+    page = visit("playground.html")
+    playwright.expect(
+        page.get_by_text("Click a square, then move the slider or press the arrow keys.")
+    ).to_be_visible()
+    row = page.locator(".response[data-i='0']")
+    squares, slider, everything = (row.locator(x) for x in ("[data-t]", ".ratio", ".all"))
+    ways = [
+        everything.click,
+        lambda: page.keyboard.press("Escape"),
+        page.locator("h1").click,
+        page.locator(".response[data-i='1'] .ratio").click,
+    ]
+    for n, release in enumerate(ways):
+        squares.nth(2).click()
+        playwright.expect(row).to_contain_text("log-ratio of token 3: ")
+        slider.click()
+        slider.fill("0.4")
+        playwright.expect(row).to_contain_text("log-ratio of token 3: 0.4")
+        playwright.expect(squares.nth(1)).to_have_attribute("title", re.compile(f"log-ratio {n / 10:g}$"))
+        release()
+        playwright.expect(row).not_to_contain_text("log-ratio of token")
+        playwright.expect(everything).to_be_hidden()
+        slider.fill(f"{(n + 1) / 10}")
+        playwright.expect(row).to_have_text(re.compile(rf"A1\s*0.{n + 1}"))
+    squares.nth(2).click()
+    page.locator(".response[data-i='1'] [data-t='4']").click()
+    playwright.expect(page.locator(".response[data-i='1']")).to_contain_text("log-ratio of token 5: ")
+    playwright.expect(row).not_to_contain_text("log-ratio of token")
+
+
+def test_fewer_responses_keep_right_wrong_and_long_ones(visit):  # noqa: F811
+    page = visit("playground.html")
+
+    def shown(column: str) -> list[list[str]]:
+        values = page.locator(f"#group .{column}").evaluate_all("all => all.map(x => x.value)")
+        return [values[: len(values) // 2], values[len(values) // 2 :]]
+
+    for count in range(7, 2, -1):
+        page.locator("#k").fill(str(count))
+        page.locator("#k").press("Enter")
+        playwright.expect(page.locator("#group .reward")).to_have_count(2 * count)
+        assert all(set(rewards) == {"0", "1"} for rewards in shown("reward"))
+        assert all("24" in lengths for lengths in shown("length"))
+        if count == 4:
+            assert shown("reward") == [["1", "1", "0", "0"], ["1", "1", "0", "0"]]
+            assert "gets 1/3 of the push" in card(page, "grpo").locator(".says").inner_text()
+
+
+@pytest.mark.parametrize("state", ["preset=success&pin=maxrl,rloo", "preset=moved&pin=grpo,gspo", ""])
+def test_a_phone_shows_a_pinned_sentence_within_about_a_screen(visit, state):  # noqa: F811
+    """The editor is folded, and open on a desktop. The presets are one row that scrolls to the one shown."""
+    page = visit(f"playground.html#{state}", PHONE)
+    playwright.expect(page.locator(".says").first).not_to_be_empty()
+    assert page.locator(".says").first.bounding_box()["y"] < 1000
+    assert page.locator("#presets").bounding_box()["height"] < 50
+    shown = page.locator("#presets [aria-pressed=true]").bounding_box()
+    assert shown["x"] >= 0 and shown["x"] + shown["width"] <= PHONE["width"]
+    playwright.expect(page.locator("#group")).to_be_hidden()
+    page.get_by_text("Change the responses").click()
+    playwright.expect(page.get_by_label("B2: reward")).to_be_visible()
+    playwright.expect(visit(f"playground.html#{state}").locator("#group")).to_be_visible()
 
 
 def test_a_link_restores_the_state(visit):  # noqa: F811
@@ -224,7 +361,11 @@ def test_it_fits_and_can_be_read_in_both_colour_schemes(visit, size, scheme):  #
     for preset in page.locator("#presets button").all():
         preset.click()
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    if size == PHONE:
+        page.get_by_text("Change the responses").click()
     page.get_by_label("A1: tokens", exact=True).fill("40")
+    page.locator(".response[data-i='0'] [data-t='39']").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     card(page, "grpo").locator(".code").click()
     playwright.expect(card(page, "grpo").locator("[data-i='0'] .pushes i")).to_have_count(40)
     assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
