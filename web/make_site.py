@@ -98,7 +98,9 @@ def write_pages() -> None:
             text = home_page() if path == ROOT / "README.md" else path.read_text()
             if PLAYGROUND.search(text):  # with the script, and the one that its page compares it with
                 other = re.search(rf"make diff A=(\w+) B={path.stem}`", text)[1]
-                link = rf"In the [Playground](../playground.html#preset=\1&pin={path.stem},{other}), preset `\1`"
+                link = (
+                    rf"In the [Playground](../playground.html#preset=\1&pin={path.stem},{other}), preset `\1`"
+                )
                 text = PLAYGROUND.sub(link, text)
             target.write_text(LINK.sub(relink, COG.sub("", text)))
         else:
