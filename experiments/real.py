@@ -26,6 +26,7 @@ FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; 
 DEMO = {"kl_coef": 0.3}  # of `make real`: large enough to keep the answers to plain questions
 ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT = ALL | {"num_iterations": 14}
+SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 
 
 def cell(script: str, flags: dict, task: str = "reversal", seed: int = 1) -> dict:
@@ -33,7 +34,7 @@ def cell(script: str, flags: dict, task: str = "reversal", seed: int = 1) -> dic
 
 
 CELLS = [
-    *(cell(script, ALL) for script in POLICY_SCRIPTS),
+    *(cell(script, ALL) for script in POLICY_SCRIPTS if script != "distill"),  # it needs a teacher
     *(cell(script, ALL, seed=seed) for script in ("rloo", "grpo") for seed in (2, 3)),
     *(cell("rloo", {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)),
     *(cell("rloo", ALL | {"kl_coef": beta}) for beta in (0.3, 1)),
@@ -45,6 +46,10 @@ CELLS = [
     cell("rloo", SHORT | {"num_iterations": 22}, "largest"),
     cell("rloo", SHORT | {"num_iterations": 22, "learning_rate": 3e-5}, "largest"),
 ]
+LORA_CELLS = [
+    cell("grpo", SHORT_FLOAT32),
+    *(cell("grpo_lora", SHORT_FLOAT32 | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)),
+]
 
 
 @dataclass
@@ -53,6 +58,8 @@ class Args:
     """Run rloo.py once, and print its accuracy and its responses before and after."""
     run: bool = True
     """Train what the result file lacks."""
+    lora: bool = False
+    """Train and print only the runs of docs/scripts/grpo_lora.md, half an hour."""
 
 
 def all_flags(script: str, seed: int, task: str, flags: dict) -> dict:
@@ -162,6 +169,14 @@ def plain_questions() -> None:
     table(["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"], rows.values())
 
 
+def lora() -> None:
+    """Print a row for grpo.py, and for each learning rate of grpo_lora.py."""
+    rate = lambda run: run["flags"].get("learning_rate", FLAGS["learning_rate"])  # noqa: E731
+    print_rows(
+        load("real_lora")["runs"], lambda run: f"`{run['script']}.py`, `--learning_rate {rate(run):g}`"
+    )
+
+
 def largest() -> None:
     """Print a row for each run on the largest of some numbers, with its flags beyond FLAGS and ALL."""
     short = lambda flags: {name: value for name, value in flags.items() if ALL.get(name) != value}  # noqa: E731
@@ -181,6 +196,9 @@ def draw() -> None:
 def main(args: Args) -> None:
     if args.demo:
         return demo()
+    if args.lora:
+        common.run_all("real_lora", LORA_CELLS, measure)
+        return lora()
     if args.run:
         common.run_all("real", CELLS, measure)
     draw()

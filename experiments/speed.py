@@ -3,6 +3,8 @@
     python experiments/speed.py                                                     the toy and the long tail
     python experiments/speed.py --workloads real real_bf16 --name speed_real        after make real: SmolLM2-135M
     python experiments/speed.py --workloads ranks --name speed_ranks                one rank and two, a core each
+    python experiments/speed.py --workloads sharded --name speed_sharded            two ranks, with and without FSDP2
+    python experiments/speed.py --workloads lora --name speed_lora                  SmolLM2-135M with and without LoRA
 
 The workloads, all with a learning rate too small to change the lengths:
 
@@ -12,6 +14,8 @@ The workloads, all with a learning rate too small to change the lengths:
     real    SmolLM2-135M and lists of words to reverse, in float32; real_bf16 is the same in bfloat16
     ranks   the model of tail: on one core, as two ranks with a core each, and as two runs of half the batch with a
             core each. The two runs never wait for each other, which bounds the speed of two ranks
+    sharded the two ranks of ranks with grpo.py and with grpo_fsdp.py
+    lora    the model of real with grpo.py and with grpo_lora.py
 
 The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
 run does not count. TRL has its own environment in experiments/.trl, which the first call makes.
@@ -39,6 +43,8 @@ WORKLOADS = {
     "ranks": TAIL | {"batch_size": 128},
     "real": REAL,
     "real_bf16": REAL | {"dtype": "bfloat16"},
+    "sharded": TAIL | {"batch_size": 128},
+    "lora": REAL,
 }
 FLAGS = {
     "samples_per_prompt": 8,
@@ -50,13 +56,18 @@ FLAGS = {
     "log_every": 10**6,
 }
 SYSTEMS = ("ours", "bare", "trl")
-RANKS = ("1 rank", "2 ranks", "2 runs")
+# The systems of a workload, and the script and further flags of each; elsewhere they are SYSTEMS with grpo.py
+OTHERS = {
+    "ranks": {"1 rank": ("grpo", {}), "2 ranks": ("grpo", {}), "2 runs": ("grpo", {})},
+    "sharded": {"2 ranks": ("grpo", {}), "2 ranks, FSDP2": ("grpo_fsdp", {})},
+    "lora": {"grpo.py": ("grpo", {}), "grpo_lora.py": ("grpo_lora", {})},
+}
 
 
 @dataclass
 class Args:
     workloads: tuple[str, ...] = ("toy", "tail")
-    """Any of toy, tail, ranks, real and real_bf16."""
+    """Any of toy, tail, ranks, sharded, real, real_bf16 and lora."""
     systems: tuple[str, ...] = SYSTEMS
     """Any of ours, bare and trl."""
     repeats: int = 3
@@ -123,32 +134,33 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int) ->
     model, dataset = tail / "model", tail / "prompts.jsonl"
     if workload == "toy":
         model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
-    if workload.startswith("real"):
+    if workload.startswith("real") or workload == "lora":
         model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
-    flags = FLAGS | WORKLOADS[workload]
+    script, further = OTHERS.get(workload, {}).get(system, ("grpo", {}))
+    flags = FLAGS | WORKLOADS[workload] | further
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
 
-    ours = ROOT / "experiments" / "speed_ours.py"
+    ours = [sys.executable, ROOT / "experiments" / "speed_ours.py", system, script]
     if system == "trl":
         trl = ROOT / "experiments" / "speed_trl.py"
         return columns(run_child([environment("trl"), trl, json.dumps(flags)]))
     if system == "1 rank":
-        return columns(run_child([sys.executable, ours, system, json.dumps(flags)], [0]))
-    if system == "2 ranks":
+        return columns(run_child([*ours, json.dumps(flags)], [0]))
+    if system.startswith("2 ranks"):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return columns(run_child([*torchrun, ours, system, json.dumps(flags)], [0, 1]))
+        return columns(run_child([*torchrun, *ours[1:], json.dumps(flags)], [0, 1]))
     if system == "2 runs":
         flags["batch_size"] //= 2
 
         def run_half(core: int) -> dict:
             half = flags | {"seed": 2 * seed + core, "run_dir": f"{run_dir}{core}"}
-            return columns(run_child([sys.executable, ours, system, json.dumps(half)], [core]))
+            return columns(run_child([*ours, json.dumps(half)], [core]))
 
         with ThreadPoolExecutor() as pool:
             first, second = pool.map(run_half, [0, 1])
         both = {key: [mean(pair) for pair in zip(first[key], second[key])] for key in ("seconds", "lengths")}
         return both | {"peak_gib": max(first["peak_gib"], second["peak_gib"])}
-    return columns(run_child([sys.executable, ours, system, json.dumps(flags)]))
+    return columns(run_child([*ours, json.dumps(flags)]))
 
 
 # --- tables ---
@@ -194,15 +206,17 @@ def comparison(*names: str) -> None:
     table([*heads, "grpo.py, GiB", "TRL"], rows)
 
 
-def ranks() -> None:
-    """One rank against two ranks and two runs."""
-    runs = group_by(load("speed_ranks")["runs"], "system")
-    one = tokens_per_second(runs["1 rank",])
+def others(workload: str) -> None:
+    """The systems of a workload of OTHERS, relative to the first."""
+    name = f"speed_{workload}"
+    runs = group_by(load(name)["runs"], "system")
+    first, *_ = OTHERS[workload]
     rows = []
-    for system in RANKS:
-        x = runs[system,]
-        rows.append([system, show_speed(x), f"{tokens_per_second(x) / one:.2f}"])
-    table(["", "tokens/s", "speed / 1 rank"], rows)
+    for system in OTHERS[workload]:
+        some = runs[system,]
+        share = tokens_per_second(some) / tokens_per_second(runs[first,])
+        rows.append([system, show_speed(some), f"{share:.2f}", show_peak(some)])
+    table(["", "tokens/s", f"speed / {first}", "GiB of a rank"], rows)
 
 
 def machines(*names: str) -> None:
@@ -215,11 +229,11 @@ def main(args: Args) -> None:
     cells = []
     for seed in range(1, args.repeats + 1):
         for workload in args.workloads:
-            systems = RANKS if workload == "ranks" else args.systems
+            systems = OTHERS.get(workload, args.systems)
             cells += [{"workload": workload, "system": system, "seed": seed} for system in systems]
     with tempfile.TemporaryDirectory() as folder:
         tail = Path(folder)
-        if {"tail", "ranks"} & set(args.workloads):
+        if {"tail", "ranks", "sharded"} & set(args.workloads):
             make_tail(tail)
         run_all(args.name, cells, functools.partial(measure, tail), workers=1)
 

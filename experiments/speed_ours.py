@@ -1,12 +1,14 @@
 """grpo.py with a clock, and with the system "bare" also the model calls in it with nothing around them.
 
-speed.py starts this with a system and the flags of grpo.py as JSON. Prints a JSON line for each iteration.
+speed.py starts this with a system, a script (grpo or a variant of it) and its flags as JSON. Prints a JSON line for
+each iteration.
 
 The bare calls follow each iteration and have the shapes of its calls: sampling with a cache whose rows leave at the
 same steps, the reference's forward pass and log-softmax, and forward and backward pass of the update. No text, score,
 advantage, clipping, optimizer or file.
 """
 
+import importlib
 import json
 import sys
 import time
@@ -15,9 +17,8 @@ import common  # adds the folder of the scripts to sys.path
 import torch
 import transformers
 
-import grpo
-
-system, flags = sys.argv[1], json.loads(sys.argv[2])
+system, script, flags = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+grpo = importlib.import_module(script)
 args = grpo.Args(**flags)
 models, calls, rollout = [], [], {}  # of the iteration that runs now
 original_load, original_generate, original_log = grpo.load, grpo.generate, grpo.log
