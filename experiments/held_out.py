@@ -14,13 +14,8 @@ from math import comb
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-import transformers
 import tyro
 from common import POLICY_SCRIPTS, ROOT, curve, group_by, load, mean, run_all, show, table, train
-
-import grpo
-from toy.make_toy import make_chain, prompt, value
 
 SAMPLES = 16  # responses to each prompt
 KS = (1, 2, 4, 8, 16)
@@ -40,6 +35,8 @@ class Args:
 
 def held_out_chains(length: int) -> list[list]:
     """Different chains of this length. No training prompt is among them."""
+    from toy.make_toy import make_chain, prompt
+
     trained_on = (ROOT / "toy" / "train.jsonl").read_text()
     rng = random.Random(length)
     chains = {}
@@ -52,13 +49,20 @@ def held_out_chains(length: int) -> list[list]:
 
 def evaluate(folder: str | Path) -> dict:
     """For each length: greedy accuracy, and for each prompt how many of the sampled responses are right."""
+    # Here, since the pages import this module for its tables only.
+    import torch
+    import transformers
+
+    import grpo
+    from toy.make_toy import prompt, value
+
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     args = SimpleNamespace(max_response_length=64, temperature=1.0, dtype="float32")
 
-    def right(chains: list, **options) -> torch.Tensor:
+    def right(chains: list, **options):
         """1 or 0 for each response (prompts, responses per prompt)."""
         ids = tokenizer([prompt(chain) for chain in chains])["input_ids"]
         rollout = grpo.generate(model, tokenizer, ids, args, **options)
