@@ -171,10 +171,8 @@ def plain_questions() -> None:
 
 def lora() -> None:
     """Print a row for grpo.py, and for each learning rate of grpo_lora.py."""
-    rate = lambda run: run["flags"].get("learning_rate", FLAGS["learning_rate"])  # noqa: E731
-    print_rows(
-        load("real_lora")["runs"], lambda run: f"`{run['script']}.py`, `--learning_rate {rate(run):g}`"
-    )
+    rate = lambda run: {"learning_rate": run["flags"].get("learning_rate", FLAGS["learning_rate"])}  # noqa: E731
+    print_rows(load("real_lora")["runs"], lambda run: label(run | {"flags": rate(run)}))
 
 
 def largest() -> None:

@@ -44,7 +44,7 @@ WORKLOADS = {
     "real": REAL,
     "real_bf16": REAL | {"dtype": "bfloat16"},
     "sharded": TAIL | {"batch_size": 128},
-    "lora": REAL,
+    "lora": REAL | {"batch_size": 32},
 }
 FLAGS = {
     "samples_per_prompt": 8,
