@@ -287,13 +287,19 @@ def choose_prompts(args, dataset, num_prompts, completed):
 def shard(args, model, device):
     """Split the weights over the ranks, and with them their gradients and AdamW's moments."""
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
-    dtypes = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
     layers = [
         x for x in model.modules() if isinstance(x, transformers.modeling_layers.GradientCheckpointingLayer)
     ]
     for part in [*layers, model]:  # the model last: the weights outside of its layers
-        fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)
+        # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
+        fully_shard(
+            part,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
+            ),
+            reshard_after_forward=True,
+        )
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
