@@ -23,7 +23,7 @@ test-long: .venv/scripts .venv/group-test
 	.venv/bin/python tests/fuzz.py
 	.venv/bin/python tests/mutants.py
 
-# make test-vllm: test grpo_vllm.py on a CPU, in an environment of its own, of 4 GB. Needs a C++ compiler, and on Linux
+# make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, where pip finds a torch without CUDA.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py

@@ -16,7 +16,7 @@ the policy in training, pi_ref the frozen --model; o_t is token t. With beta = k
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. The
 paper has no 1e-4, and does not say that std divides by k - 1. Dividing by T_i favors the tokens of short
 responses, dividing by std favors prompts with nearly equal scores; rloo.py does neither.
-LoRA: grpo_lora.py; sharding: grpo_fsdp.py. A small model in toy/ (half a minute), a real one on 8 GPUs:
+Variants: grpo_lora.py, grpo_fsdp.py, grpo_vllm.py. A small model in toy/, and a real one on 8 GPUs:
 
     python grpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \

@@ -343,7 +343,7 @@ def main(args):
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
     check(eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS token; save one in its tokenizer")
     policy = add_adapter(args, policy)
-    # Every A and B, in a module of their own for the optimizer, the norm and the checkpoint.
+    # Every A and B, in a separate module for the optimizer, the norm and the checkpoint.
     adapter = torch.nn.ParameterList(x for x in policy.parameters() if x.requires_grad)
     reference = policy if args.kl_coef else None  # the same model; step 5 disables its adapter
     num_prompts = args.batch_size // args.samples_per_prompt

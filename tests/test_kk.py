@@ -1,4 +1,4 @@
-"""toy/kk: the puzzles have one solution and the reasoning in the demonstrations is right, by code of its own."""
+"""toy/kk: the puzzles have one solution and the reasoning in the demonstrations is right, by an independent check."""
 
 import re
 from itertools import product

@@ -33,7 +33,7 @@ OWN = re.compile(
 
 
 def policy_scripts(root: Path = ROOT) -> list[str]:
-    """The names of the top-level files with an estimator block of their own."""
+    """The names of the top-level files that have their own estimator block."""
     sources = {path.stem: path.read_text() for path in sorted(root.glob("*.py"))}
     return [
         name for name, source in sources.items() if f"\n{MARKER}" in source and not VARIANT.search(source)
