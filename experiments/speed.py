@@ -5,6 +5,7 @@
     python experiments/speed.py --workloads ranks --name speed_ranks                one rank and two, a core each
     python experiments/speed.py --workloads sharded --name speed_sharded            two ranks, with and without FSDP2
     python experiments/speed.py --workloads lora --name speed_lora                  SmolLM2-135M with and without LoRA
+    python experiments/speed.py --workloads vllm --name speed_vllm                  with and without vLLM
 
 The workloads, all with a learning rate too small to change the lengths:
 
@@ -16,6 +17,7 @@ The workloads, all with a learning rate too small to change the lengths:
             core each. The two runs never wait for each other, which bounds the speed of two ranks
     sharded the two ranks of ranks with grpo.py and with grpo_fsdp.py
     lora    the model of real with grpo.py and with grpo_lora.py
+    vllm    the model of real with grpo.py and with grpo_vllm.py, both in the environment of vLLM
 
 The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
 run does not count. TRL has its own environment in experiments/.trl, which the first call makes.
@@ -45,6 +47,7 @@ WORKLOADS = {
     "real_bf16": REAL | {"dtype": "bfloat16"},
     "sharded": TAIL | {"batch_size": 128},
     "lora": REAL | {"batch_size": 32},
+    "vllm": REAL | {"batch_size": 32},
 }
 FLAGS = {
     "samples_per_prompt": 8,
@@ -56,18 +59,19 @@ FLAGS = {
     "log_every": 10**6,
 }
 SYSTEMS = ("ours", "bare", "trl")
-# The systems of a workload, and the script and further flags of each; elsewhere they are SYSTEMS with grpo.py
+# The systems of a workload, and the script of each; elsewhere they are SYSTEMS, with grpo.py
 OTHERS = {
-    "ranks": {"1 rank": ("grpo", {}), "2 ranks": ("grpo", {}), "2 runs": ("grpo", {})},
-    "sharded": {"2 ranks": ("grpo", {}), "2 ranks, FSDP2": ("grpo_fsdp", {})},
-    "lora": {"grpo.py": ("grpo", {}), "grpo_lora.py": ("grpo_lora", {})},
+    "ranks": {"1 rank": "grpo", "2 ranks": "grpo", "2 runs": "grpo"},
+    "sharded": {"2 ranks": "grpo", "2 ranks, FSDP2": "grpo_fsdp"},
+    "lora": {"grpo.py": "grpo", "grpo_lora.py": "grpo_lora"},
+    "vllm": {"grpo.py": "grpo", "grpo_vllm.py": "grpo_vllm"},
 }
 
 
 @dataclass
 class Args:
     workloads: tuple[str, ...] = ("toy", "tail")
-    """Any of toy, tail, ranks, sharded, real, real_bf16 and lora."""
+    """Any of toy, tail, ranks, sharded, real, real_bf16, lora and vllm."""
     systems: tuple[str, ...] = SYSTEMS
     """Any of ours, bare and trl."""
     repeats: int = 3
@@ -134,13 +138,14 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int) ->
     model, dataset = tail / "model", tail / "prompts.jsonl"
     if workload == "toy":
         model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
-    if workload.startswith("real") or workload == "lora":
+    if workload in ("real", "real_bf16", "lora", "vllm"):
         model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
-    script, further = OTHERS.get(workload, {}).get(system, ("grpo", {}))
-    flags = FLAGS | WORKLOADS[workload] | further
+    flags = FLAGS | WORKLOADS[workload]
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
 
-    ours = [sys.executable, ROOT / "experiments" / "speed_ours.py", system, script]
+    python = ROOT / ".venv-vllm" / "bin" / "python" if workload == "vllm" else sys.executable
+    script = OTHERS.get(workload, {}).get(system, "grpo")
+    ours = [python, ROOT / "experiments" / "speed_ours.py", system, script]
     if system == "trl":
         trl = ROOT / "experiments" / "speed_trl.py"
         return columns(run_child([environment("trl"), trl, json.dumps(flags)]))
