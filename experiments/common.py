@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,20 +86,25 @@ def flags_of(script: str, flags: dict) -> list[str]:
 
 
 def train(
-    script: str, flags: dict, run_dir: str | Path, threads: int = 1, env: dict | None = None
+    script: str,
+    flags: dict,
+    run_dir: str | Path,
+    threads: int = 1,
+    env: dict | None = None,
+    patches: Iterable[str] = (),
 ) -> tuple[list[dict], float]:
-    """Run a script. Returns the lines of its metrics.jsonl, and the seconds from start to exit."""
-    command = [sys.executable, f"{script}.py", *flags_of(script, flags | {"run_dir": run_dir})]
+    """Run a script, or a copy with these patches. Returns the lines of its metrics.jsonl, and the seconds it took."""
+    file = shutil.copy(ROOT / f"{script}.py", Path(run_dir).parent) if patches else f"{script}.py"
+    for patch in patches:
+        path = ROOT / "experiments" / "patches" / f"{patch}.patch"
+        subprocess.run(["git", "apply", path], cwd=Path(run_dir).parent, check=True)
+    command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)} | (env or {})
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
     seconds = time.perf_counter() - start
-    return read_metrics(run_dir), round(seconds, 1)
-
-
-def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
+    return lines, round(seconds, 1)
 
 
 def environment(group: str, *without_dependencies: str) -> Path:
@@ -156,8 +162,16 @@ def group_by(runs: list[dict], *keys: str | Callable) -> dict[tuple, list[dict]]
 
 
 def label(run: dict) -> str:
-    """Script and flags of a run, such as `raft.py --num_iterations 160`."""
-    return " ".join([f"`{run['script']}.py", *words_of(run["flags"])]) + "`"
+    """Script, flags and patches of a run, such as `raft.py --num_iterations 160`."""
+    command = " ".join([f"{run['script']}.py", *words_of(run["flags"])])
+    return ", ".join([f"`{command}`", *(f"`{patch}.patch`" for patch in run.get("patches", []))])
+
+
+def print_patch(name: str) -> None:
+    """Print the changed lines of a patch."""
+    lines = (ROOT / "experiments" / "patches" / f"{name}.patch").read_text().splitlines()
+    changed = [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
+    print("\n```diff\n" + "\n".join(changed) + "\n```\n")
 
 
 def plot_rows(run: dict, *keys: str) -> list[dict]:

@@ -9,6 +9,8 @@ held-out prompts, greedy accuracy from one response to each. "start" is the mode
 """
 
 import random
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -47,14 +49,30 @@ def held_out_chains(length: int) -> list[list]:
     return list(chains.values())
 
 
-def evaluate(folder: str | Path) -> dict:
-    """For each length: greedy accuracy, and for each prompt how many of the sampled responses are right."""
+def pairs(chains: list[list]) -> list[tuple[str, str]]:
+    """Prompt and answer of each chain."""
+    from toy.make_toy import prompt, value
+
+    return [(prompt(chain), str(value(chain))) for chain in chains]
+
+
+LOCK = (
+    threading.Lock()
+)  # transformers cannot load two models at the same time, and torch has one random state
+
+
+def evaluate(folder: str | Path, groups: dict[str, list[tuple[str, str]]], sampled: Iterable[str]) -> dict:
+    """Greedy accuracy on each group of prompts and answers; of those in `sampled`, the right samples of each prompt."""
+    with LOCK:
+        return evaluate_alone(Path(folder), groups, sampled)
+
+
+def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str]) -> dict:
     # Here, since the pages import this module for its tables only.
     import torch
     import transformers
 
     import grpo
-    from toy.make_toy import prompt, value
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -62,28 +80,27 @@ def evaluate(folder: str | Path) -> dict:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     args = SimpleNamespace(max_response_length=64, temperature=1.0, dtype="float32")
 
-    def right(chains: list, **options):
+    def right(group: str, samples_per_prompt: int = 1, greedy: bool = False):
         """1 or 0 for each response (prompts, responses per prompt)."""
-        ids = tokenizer([prompt(chain) for chain in chains])["input_ids"]
-        rollout = grpo.generate(model, tokenizer, ids, args, **options)
+        prompts, answers = zip(*groups[group])
+        ids = tokenizer(list(prompts))["input_ids"]
+        rollout = grpo.generate(model, tokenizer, ids, args, samples_per_prompt, greedy)
         texts = grpo.decode(tokenizer, rollout, skip_special_tokens=True)
-        answers = [value(chain) for chain in chains for _ in range(len(texts) // len(chains))]
-        return torch.tensor(grpo.exact_answer("answer", texts, answers)).view(len(chains), -1)
+        repeated = [answer for answer in answers for _ in range(samples_per_prompt)]
+        return torch.tensor(grpo.exact_answer("answer", texts, repeated)).view(len(prompts), -1)
 
-    result = {"greedy": {}, "successes": {}}
-    for length in LENGTHS:
-        chains = held_out_chains(length)
-        result["greedy"][str(length)] = round(right(chains, greedy=True).mean().item(), 4)
-        successes = right(chains, samples_per_prompt=SAMPLES).sum(1)
-        result["successes"][str(length)] = successes.int().tolist()
-    return result
+    return {
+        "greedy": {group: round(right(group, greedy=True).mean().item(), 4) for group in groups},
+        "successes": {group: right(group, SAMPLES).sum(1).int().tolist() for group in sampled},
+    }
 
 
 def measure(run_dir: Path, script: str, seed: int) -> dict:
+    groups = {str(length): pairs(held_out_chains(length)) for length in LENGTHS}
     if script == "start":
-        return evaluate(ROOT / "toy" / "policy")
+        return evaluate(ROOT / "toy" / "policy", groups, groups)
     lines, _ = train(script, {"seed": seed, "eval_every": 0}, run_dir)
-    return evaluate(run_dir / "model") | {key: curve(lines, key) for key in ("score", "kl")}
+    return evaluate(run_dir / "model", groups, groups) | {key: curve(lines, key) for key in ("score", "kl")}
 
 
 def pass_at(k: int, successes: list[int]) -> float:
