@@ -85,7 +85,7 @@ def rows(runs: list[dict]) -> None:
     for run in runs:
         script = f"`{run['script']} {run['flags']}".strip() + "`"
         lines.append([script, run["peer"], f"`{run['peer_flags']}`", f"{run['difference']:.1g}", run["note"]])
-    table(["script", "framework", "closest there", "difference", "caused by"], lines)
+    table(["script", "framework", "closest flags", "difference", "caused by"], lines)
 
 
 def comparison() -> None:
