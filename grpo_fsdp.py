@@ -6,11 +6,11 @@
 """GRPO with FSDP2: weights, gradients, AdamW and the reference are split over the ranks.
 
 Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277. FSDP2 is its second version, in torch. Each of N ranks
-keeps 1/N of every tensor. In the passes of scoring and update, the weights of a layer are gathered when it
-runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks end at different
-tokens, and a gather per layer would wait for ranks that have finished. So a rank must hold the whole model
-once, in bfloat16 2 bytes per weight. Gradients are summed over the ranks, and the norm is that of all ranks,
-as in grpo.py. The checkpoint and model/ are whole. The equations are in grpo.py; see their diff.
+keeps 1/N of every tensor. In the passes for log-probs and updates, the weights of a layer are gathered when
+it runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks finish after
+different numbers of tokens, so a gather per layer would hang. A rank must therefore hold the whole model
+once, with 2 bytes per weight in bfloat16. Gradients are summed over the ranks, and the norm is that of all
+ranks, as in grpo.py. The checkpoint and model/ are whole. `diff grpo.py grpo_fsdp.py` shows FSDP.
 Left out: a sharded reward model. A small model in toy/, and a real one on 8 GPUs, which was not tried yet:
 
     python grpo_fsdp.py
@@ -64,7 +64,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of gathered weights and autocast
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of gathered weights and autocast; AdamW: float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -285,7 +285,7 @@ def choose_prompts(args, dataset, num_prompts, completed):
 
 
 def shard(args, model, device):
-    """Split the weights over the ranks, and with them their gradients and AdamW's moments."""
+    """Split weights, gradients and AdamW's moments over the ranks. All must make equally many passes."""
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     layers = [
         x for x in model.modules() if isinstance(x, transformers.modeling_layers.GradientCheckpointingLayer)
@@ -298,10 +298,10 @@ def shard(args, model, device):
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
             ),
-            reshard_after_forward=True,
+            reshard_after_forward=True,  # the whole model too, so that its dtype is float32 again
         )
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+        part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
 
 
 @contextmanager
@@ -341,7 +341,7 @@ def make_optimizer(args, model, learning_rate):
 
 def optimizer_step(args, model, optimizer):
     """Clip the norm of the gradients and step. Returns the norm before clipping."""
-    # backward() has summed the gradients over ranks. Each rank has its part of them, and the norm of all.
+    # backward() has summed the gradients over ranks. Each rank holds a part; full_tensor() is their norm.
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor()
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
     optimizer.step()
@@ -480,7 +480,7 @@ def main(args):
     weights = get_model_state_dict(policy, options=WHOLE)  # all ranks gather, rank 0 writes
     if RANK == 0:
         for name in policy.all_tied_weights_keys:
-            del weights[name]  # from_pretrained ties it to its other name again
+            del weights[name]  # from_pretrained ties it to its twin again
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
@@ -592,7 +592,7 @@ def load(args, auto_class, flag, name, device):
                 layer.forward = functools.partial(recomputed, layer.forward)
     if args.dtype == "bfloat16":
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
-    if flag == "model":  # a layer at a time, so that the whole model is never on one GPU
+    if flag == "model":  # before .to(device): the float32 weights are never whole on a GPU
         shard(args, model, device)
     return model.to(device).eval(), tokenizer
 

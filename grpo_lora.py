@@ -4,7 +4,7 @@
 #                 "peft==0.21.2"]
 # ///
 # variant of grpo.py
-"""GRPO with LoRA: the weights are frozen, and two small matrices beside each of them are trained.
+"""GRPO with LoRA: the model is frozen, and two small matrices beside each linear layer are trained.
 
 Edward J. Hu et al., "LoRA", arXiv 2106.09685, section 4.1. Each linear layer W, except the output layer,
 computes
@@ -15,7 +15,7 @@ The gradients, AdamW and the checkpoint hold A and B only. pi_ref is the policy 
 there is no second model. --dtype bfloat16 stores W in bfloat16; A and B stay float32. At the end, model/ has
 W + alpha/r B A, and model/adapter has A and B for peft, to be added to --model. The learning rate is higher
 than grpo.py's, since only A and B move. The equations are in grpo.py; `diff grpo.py grpo_lora.py` shows LoRA.
-Left out: quantized weights. A small model in toy/ (half a minute), and a real one on 8 GPUs:
+Left out: quantized weights. A small model in toy/, and a real one on 8 GPUs, which was not tried yet:
 
     python grpo_lora.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct \
@@ -61,7 +61,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the frozen weights, and of autocast
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and of all weights but A and B
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -253,7 +253,7 @@ def token_logprobs(model, batch, temperature):
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
     logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # at least float32
+    logits = logits.float() / temperature  # autocast and frozen weights in bfloat16 give bfloat16
     tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
     logprobs = logits.log_softmax(-1).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
@@ -285,12 +285,12 @@ def choose_prompts(args, dataset, num_prompts, completed):
 
 
 def add_adapter(args, model):
-    """The model with an A and a B beside each linear layer, the same on all ranks. Only they are trained."""
-    torch.manual_seed(args.seed)
+    """The model with an A and a B beside each linear layer. Only they are trained."""
+    torch.manual_seed(args.seed)  # the same A on all ranks
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft uses this old name
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # deprecated, and peft reads it
     return peft.get_peft_model(model, config)
 
 
@@ -339,11 +339,11 @@ def main(args):
     if start >= args.num_iterations and (run_dir / "model").exists():
         return say(f"{run_dir} is finished after {start} iterations: nothing to do")
 
-    # Both models are in eval mode: with dropout, the first ratio of a rollout would not be 1.
+    # The model is in eval mode: with dropout, the first ratio of a rollout would not be 1.
     policy, tokenizer = load(args, transformers.AutoModelForCausalLM, "model", args.model, device)
     check(eos_ids(policy, tokenizer), f"--model {args.model}: has no EOS token; save one in its tokenizer")
     policy = add_adapter(args, policy)
-    # Every A and B, in a separate module for the optimizer, the norm and the checkpoint.
+    # A and B only: the optimizer, the norm and the checkpoint leave out the frozen weights.
     adapter = torch.nn.ParameterList(x for x in policy.parameters() if x.requires_grad)
     reference = policy if args.kl_coef else None  # the same model; step 5 disables its adapter
     num_prompts = args.batch_size // args.samples_per_prompt
@@ -453,7 +453,7 @@ def main(args):
     if RANK == 0:
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder / "adapter")
-            # Merged once, at the end and in float32, since merging rounds the weights. On the CPU it fits.
+            # Merging rounds the weights, so it is done once, in float32, which may not fit on the GPU.
             policy.cpu().float().merge_and_unload().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     if dist.is_initialized():
@@ -490,6 +490,7 @@ def check_args(args):
     """Refuse numbers that cannot work before anything is loaded."""
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
     positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
+    positive += ["lora_rank", "lora_alpha"]
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             is_enough = value > 0 if name in positive else value >= 0

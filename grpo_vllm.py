@@ -1,13 +1,13 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers<5.20", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#                 "vllm==0.32.0"]
+#                 "vllm==0.32.0"]  # which needs an older transformers
 # ///
 # variant of grpo.py
 """GRPO with vLLM: its engine samples in the same process, and gets the policy's weights after each update.
 
 Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
-exactly pi_theta's. Responses are sampled from vLLM's, so these are pi_old, and the ratio corrects for them:
+exactly pi_theta's. The responses come from vLLM, so pi_old is vLLM's distribution; the ratio corrects for it:
 
     pi_old(o_t) = softmax(z_t / temperature)[o_t]         z_t: the logits that vLLM computes
     rho_t       = pi_theta(o_t) / pi_old(o_t)             near 1 before the update
@@ -15,9 +15,9 @@ exactly pi_theta's. Responses are sampled from vLLM's, so these are pi_old, and 
 In the first iteration pi_theta is pi_ref, so the metric kl measures the difference. vLLM does not return the
 entropy: the metric is the mean of -log pi_old(o_t), its estimate from the sampled tokens. Each rank has an
 engine with all weights. The rest is grpo.py: the equations are there, and `diff grpo.py grpo_vllm.py` shows
-vLLM. On a CPU it needs attention heads of 32 or more; the toy's have 16.
-Left out: an engine over several GPUs, and freeing its memory during the update. A small model that runs on a
-CPU, and a real one on 8 GPUs, which was not tried yet:
+vLLM. On a CPU it needs a head_dim of at least 32; the toy's is 16.
+Left out: an engine over several GPUs, and freeing its memory during the update. A small model on a CPU, made
+by data/smollm2.py and data/reasoning.py, and a larger one on 8 GPUs, which was not tried yet:
 
     python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reasoning.py:score --max_response_length 16 --learning_rate 1e-5
@@ -186,10 +186,11 @@ def start_engine(args, policy, max_length):
     """vLLM in this process, with the policy's weights, for sequences of up to max_length tokens."""
     has_experts = any(".experts." in name for name in policy.state_dict())
     check(
-        not has_experts, f"--model {args.model}: has experts, which vLLM would not update; use a dense model"
+        not has_experts,
+        f"--model {args.model}: has experts, which vLLM does not update on a CPU; use a dense model",
     )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that it takes tensors
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # it would send a report
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that it takes tensors
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with explain(f"vLLM with --model {args.model}", "install vllm, or change --model or --kv_cache_gib"):
         import vllm
@@ -201,9 +202,9 @@ def start_engine(args, policy, max_length):
             dtype=args.dtype,
             max_model_len=max_length,
             kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # the cache has its size above
+            gpu_memory_utilization=0.01,  # read by a check at the start only
             logprobs_mode="processed_logprobs",  # divided by the temperature
-            # Some CPUs use a packed copy of the weights, which a tied output layer would keep forever.
+            # Tied weights have a packed copy on some CPUs, which a sync does not update.
             hf_overrides={"tie_word_embeddings": False},
             enforce_eager=policy.device.type == "cpu",
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
@@ -265,7 +266,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
         sequences[row, P : P + len(tokens)] = torch.tensor(tokens)
         attention_mask[row, P : P + len(tokens)] = 1
         old_logprobs[row, : len(tokens)] = torch.tensor(logprobs)
-        truncated[row] = response.finish_reason == "length"
+        truncated[row] = response.finish_reason != "stop"
 
     return {
         "sequences": sequences,
@@ -476,7 +477,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    engine.llm_engine.engine_core.shutdown()  # while there is a process group
+    engine.llm_engine.engine_core.shutdown()  # before the process group is destroyed
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -512,6 +513,8 @@ def check_args(args):
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
     positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
     positive += ["kv_cache_gib"]
+    too_cold = f"--temperature {args.temperature}: vLLM samples with at least 0.01; raise it"
+    check(args.temperature >= 0.01, too_cold)
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             is_enough = value > 0 if name in positive else value >= 0

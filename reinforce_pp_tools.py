@@ -12,8 +12,8 @@ Normalization", arXiv 2501.03262v9, section 4.2.4. The estimator is reinforce_pp
     m_t  = 1 if pi_old sampled the token o_t, 0 if the tool wrote it
 
 When a response ends a call, the tool's answer is appended to it, and sampling continues. The policy attends
-to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only.
-max_response_length limits both together, and the reward reads both. All rows wait while a tool runs.
+to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only. The reward reads
+the answers too, and max_response_length limits sampled tokens plus answers. All rows wait while a tool runs.
 Everything else is reinforce_pp_baseline.py: `diff reinforce_pp_baseline.py reinforce_pp_tools.py`.
 Left out: parallel calls. A calculator on another toy (a minute), and Python on 8 GPUs:
 
@@ -63,7 +63,7 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/tools/train.jsonl"  # file, folder or hub id; `prompt` is text or chat messages
+    dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
     dataset_split: str = "train"  # split of a hub id or folder
     eval_dataset: str | None = None  # held-out prompts, logged by their column `group`; the toy has its own
     eval_split: str = "test"  # split of a hub id or folder
@@ -73,7 +73,7 @@ class Args:
     max_response_length: int = 48  # tokens of a response at most; one without EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
-    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function: text so far -> answer or None
+    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function: response so far -> answer or None
     call_end: str = "="  # the tool is called after each token that contains this text, and after EOS
     max_calls: int = 4  # calls that are answered in a response at most
     # Reward. A function is called with the lists prompts=, completions=, truncated= and one of each column
@@ -231,7 +231,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
             finished[active] |= torch.isin(tokens, eos).squeeze(1)
-            # Unfinished rows whose sampled token may end a call ask the tool, one after the other.
+            # Rows whose sampled token may end a call ask the tool, one after the other. The mask is False in
+            # rows that were finished before this token.
             may_call = (torch.isin(tokens, end_ids) & (answer_tokens < 0)).squeeze(1)  # (b,)
             may_call &= attention_mask[active, P + t].bool() & (num_calls[active] < args.max_calls)
             may_call &= t < T - 1  # the last token leaves no room for an answer
@@ -239,7 +240,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
                 ids = ask(tool, tokenizer, sequences[row, P : P + t + 1])[: T - t - 1]
                 answer_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # An EOS inside an answer (column t), or one that was answered (t + 1), does not end the response.
+            # An EOS inside an answer (column t), or one that was answered (t + 1), does not end a response.
             finished[active] &= (answer_ids[active, t : t + 2] < 0).all(1)
 
             # Finished rows leave once they are a quarter of the batch, so that a few long rows cost little.
@@ -366,7 +367,7 @@ def main(args):
         eval_dataset = load_rows(args, "eval_dataset", eval_name, args.eval_split, policy, tokenizer)
     reward = load_reward(args, "reward", args.reward, device)
     eval_reward = load_reward(args, "eval_reward", args.eval_reward, device) if args.eval_reward else reward
-    load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one now; generate() gets this one again
+    load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one before training starts
     optimizer, scheduler = make_optimizer(args, policy, args.learning_rate)
     state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -645,7 +646,9 @@ class Reward:
 @functools.cache  # so that the file is run once
 def load_tool(name, call_end, tokenizer):
     """The function behind --tool, and the ids of the tokens that contain --call_end."""
-    ids = [token_id for token, token_id in tokenizer.get_vocab().items() if call_end in token]
+    token_ids = list(tokenizer.get_vocab().values())
+    texts = tokenizer.batch_decode([[token_id] for token_id in token_ids])  # a vocabulary writes spaces as Ġ
+    ids = [token_id for token_id, text in zip(token_ids, texts) if call_end in text]
     check(ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
     file, _, function = name.partition(":")
     with explain(f"--tool {name}", "use file.py:function"):
