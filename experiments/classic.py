@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 import tyro
-from common import ROOT, load, made, mean, print_commands, save, table, words_of
+from common import ROOT, load, made, print_commands, save, table, words_of
 
 DATA = ["--train", "4 words", "--test", "4 words", "3 words", "--demonstrations", "200", "--pairs", "200"]
 DATA += ["--folder", "data/four"]
@@ -55,13 +55,6 @@ def summary() -> None:
     table(["iteration", "score of the reward model", *GROUPS], rows)
 
 
-def pairs_accuracy() -> None:
-    """Print the accuracy of the reward model."""
-    _, metrics, _ = (run["metrics"] for run in load("classic")["runs"])
-    accuracy = [line["accuracy"] for line in metrics if "accuracy" in line]
-    print(f"Accuracy of the reward model on its last five batches of pairs: {mean(accuracy[-5:]):.2f}.")
-
-
 def main(args: Args) -> None:
     if args.run:
         for command in COMMANDS:
@@ -73,7 +66,6 @@ def main(args: Args) -> None:
             runs.append({"script": script, "metrics": [json.loads(line) for line in lines]})
         save("classic", {"made": made(), "runs": runs})
     summary()
-    pairs_accuracy()
 
 
 if __name__ == "__main__":

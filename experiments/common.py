@@ -213,9 +213,3 @@ def print_commands(*commands: list[str]) -> None:
         lines = textwrap.wrap(text, 114, break_long_words=False, break_on_hyphens=False)
         print(" \\\n    ".join(lines).replace("\xa0", " "))
     print("```\n")
-
-
-def print_made(name: str) -> None:
-    """Print how a result was made."""
-    head = load(name)["made"]
-    print(f"Made by `{head['command']}` on {head['machine']}, {head['versions']}.\n")

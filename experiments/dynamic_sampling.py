@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import ROOT, curve, group_by, label, load, mean, print_made, run_all, show, table, train
+from common import ROOT, curve, group_by, label, load, mean, run_all, show, table, train
 
 RUNS = [  # iterations such that all generate about as many tokens
     ("grpo", {"num_iterations": 160}),
@@ -101,7 +101,6 @@ def main(args: Args) -> None:
     if args.run:
         run_all("dynamic_sampling", cells, measure)
     summary()
-    print_made("dynamic_sampling")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
     python experiments/real.py --no_run      only draw and print the committed results
 
 Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
-The runs with task "largest" need python data/reasoning.py --task largest.
 """
 
 import json
@@ -25,7 +24,6 @@ FLAGS |= {"learning_rate": 1e-5, "warmup_iterations": 2, "num_iterations": 20}
 FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; a cell has further ones
 DEMO = {"kl_coef": 0.3}  # of `make real`: large enough to keep the answers to plain questions
 ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
-SHORT = ALL | {"num_iterations": 14}
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 
 
@@ -39,12 +37,6 @@ CELLS = [
     *(cell("rloo", {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)),
     *(cell("rloo", ALL | {"kl_coef": beta}) for beta in (0.3, 1)),
     cell("ppo", ALL | {"critic_learning_rate": 1e-5}),
-    *(cell(script, SHORT, "largest") for script in ("rloo", "grpo", "reinforce_pp")),
-    cell("rloo", SHORT | {"kl_coef": 0.3}, "largest"),
-    cell("rloo", SHORT | {"samples_per_prompt": 2}, "largest"),
-    cell("rloo", SHORT | {"learning_rate": 3e-6}, "largest"),
-    cell("rloo", SHORT | {"num_iterations": 22}, "largest"),
-    cell("rloo", SHORT | {"num_iterations": 22, "learning_rate": 3e-5}, "largest"),
 ]
 LORA_CELLS = [
     cell("grpo", SHORT_FLOAT32),
@@ -175,12 +167,6 @@ def lora() -> None:
     print_rows(load("real_lora")["runs"], lambda run: label(run | {"flags": rate(run)}))
 
 
-def largest() -> None:
-    """Print a row for each run on the largest of some numbers, with its flags beyond FLAGS and ALL."""
-    short = lambda flags: {name: value for name, value in flags.items() if ALL.get(name) != value}  # noqa: E731
-    print_rows(runs_of("largest"), lambda run: label(run | {"flags": short(run["flags"])}))
-
-
 def draw() -> None:
     """Draw the runs of the table of all scripts."""
     import plot
@@ -202,7 +188,6 @@ def main(args: Args) -> None:
     draw()
     summary()
     plain_questions()
-    largest()
 
 
 if __name__ == "__main__":

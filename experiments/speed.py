@@ -1,7 +1,7 @@
 """Speed and peak memory of grpo.py, of the bare model calls in it, and of TRL's GRPOTrainer, on CPU.
 
     python experiments/speed.py                                                     the toy and the long tail
-    python experiments/speed.py --workloads real real_bf16 --name speed_real        after make real: SmolLM2-135M
+    python experiments/speed.py --workloads real --name speed_real                  after make real: SmolLM2-135M
     python experiments/speed.py --workloads ranks --name speed_ranks                one rank and two, a core each
     python experiments/speed.py --workloads sharded --name speed_sharded            two ranks, with and without FSDP2
     python experiments/speed.py --workloads lora --name speed_lora                  SmolLM2-135M with and without LoRA
@@ -12,7 +12,7 @@ The workloads, all with a learning rate too small to change the lengths:
     toy     the toy's policy and prompts
     tail    a Llama of 10 M parameters with random weights. The probability of EOS is the same at every step, so that
             the lengths have a geometric distribution with a long tail
-    real    SmolLM2-135M and lists of words to reverse, in float32; real_bf16 is the same in bfloat16
+    real    SmolLM2-135M and lists of words to reverse, in float32
     ranks   the model of tail: on one core, as two ranks with a core each, and as two runs of half the batch with a
             core each. The two runs never wait for each other, which bounds the speed of two ranks
     sharded the two ranks of ranks with grpo.py and with grpo_fsdp.py
@@ -44,7 +44,6 @@ WORKLOADS = {
     "tail": TAIL,
     "ranks": TAIL | {"batch_size": 128},
     "real": REAL,
-    "real_bf16": REAL | {"dtype": "bfloat16"},
     "sharded": TAIL | {"batch_size": 128},
     "lora": REAL | {"batch_size": 32},
     "vllm": REAL | {"batch_size": 32},
@@ -71,7 +70,7 @@ OTHERS = {
 @dataclass
 class Args:
     workloads: tuple[str, ...] = ("toy", "tail")
-    """Any of toy, tail, ranks, sharded, real, real_bf16, lora and vllm."""
+    """Any of toy, tail, ranks, sharded, real, lora and vllm."""
     systems: tuple[str, ...] = SYSTEMS
     """Any of ours, bare and trl."""
     repeats: int = 3
@@ -138,7 +137,7 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int) ->
     model, dataset = tail / "model", tail / "prompts.jsonl"
     if workload == "toy":
         model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
-    if workload in ("real", "real_bf16", "lora", "vllm"):
+    if workload in ("real", "lora", "vllm"):
         model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
     flags = FLAGS | WORKLOADS[workload]
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}

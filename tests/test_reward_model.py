@@ -76,7 +76,7 @@ def test_a_score_is_the_last_attended_tokens_also_in_the_saved_model(tmp_path, t
         torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen2"])
 def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
     """With --dtype bfloat16 the decoder computes in it, and the head gives float32."""
     tokenizer = zoo.make_tokenizer()

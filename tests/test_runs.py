@@ -72,7 +72,7 @@ def test_a_killed_run_resumes_to_the_last_bit(script, ranks, moment, flags, tmp_
     assert [line["iteration"] for line in lines if "score" in line] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("script", SKELETONS)
+@pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path, monkeypatch):
     """It stops in iteration 4 and resumes after 2. Lines that it had logged since are not there twice."""
     flags |= {"lr_schedule": "cosine", "warmup_iterations": 3}

@@ -24,12 +24,9 @@ CONV = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "con
 ARCHITECTURES = {
     "llama": ("Llama", SIZES),
     "qwen2": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", GROUPED),
-    "gemma": ("Gemma", GROUPED),
     "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", GEMMA | {"sliding_window_pattern": 2}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "gpt_neox": ("GPTNeoX", SIZES),
     "qwen3_moe": ("Qwen3Moe", GROUPED | EXPERTS),
     "granite": ("Granite", SIZES | {"logits_scaling": 2.0}),
     "cohere": ("Cohere", SIZES | {"logit_scale": 0.5}),
