@@ -1,0 +1,504 @@
+"""Claims of the papers, each tried over seeds: docs/evidence.md.
+
+    python experiments/claims.py                    all of them: hours on two cores; an interrupted call resumes
+    python experiments/claims.py --claims 4 5       some of them
+    python experiments/claims.py --no_run           only draw and print the committed results
+
+A claim is a list of comparisons of A with B, paired by seed: the same seed gives both the same prompts in the same
+order. Its interval is a 95 % bootstrap interval of the mean difference, over the seeds. The comparison "A > B" holds
+here if the interval lies above 0, and does not hold here if it lies below 0. "A = B" holds if the interval lies within
+MARGIN of 0, and does not hold if it lies outside. In all other cases we cannot tell. A claim holds if all of its
+comparisons hold, and does not hold if one of them does not.
+
+The learning rate of each script is the best of RATES by the sampled score over the second half of training, with seeds
+that are not used again. Everything else is the script's default, or a flag of the claim.
+"""
+
+import json
+import math
+import random
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import tyro
+from common import ROOT, curve, label, load, mean, print_commands, print_patch, run_all, table, train
+from held_out import evaluate, held_out_chains, pairs, pass_at
+
+SEEDS = tuple(range(1, 11))
+RATE_SEEDS = (101, 102, 103)
+RATES = (2e-4, 4e-4, 8e-4)
+MARGIN = 0.05
+
+
+@dataclass
+class Args:
+    claims: tuple[int, ...] = ()
+    """Which claims, by number; none means all."""
+    run: bool = True
+    """Train what the result file lacks."""
+
+
+# --- what is compared ---
+
+
+def arm(script: str, *patches: str, data: str = "toy", **flags) -> dict:
+    """Runs of a script with these changes (files in patches/), data and flags: a run for each seed."""
+    return {"script": script, "patches": list(patches), "data": data, "flags": flags}
+
+
+@dataclass
+class Comparison:
+    """A > B, or A = B, in a measure. Each is an arm, or several that differ in beta, compared at equal KL."""
+
+    first: dict | list[dict]
+    relation: str
+    second: dict | list[dict]
+    measure: str
+
+
+@dataclass
+class Claim:
+    text: str
+    source: str
+    comparisons: list[Comparison]
+    measures: list[str]  # the columns of its table
+    also: list[dict] = field(default_factory=list)  # arms that only the table shows
+
+    def arms(self) -> list[dict]:
+        """All arms, each once."""
+        sides = [side for x in self.comparisons for side in (x.first, x.second)]
+        arms = [arm for side in sides for arm in (side if isinstance(side, list) else [side])]
+        return [arm for i, arm in enumerate(arms + self.also) if arm not in (arms + self.also)[:i]]
+
+
+RPP, BASELINE, GRPO, RLOO = map(arm, ("reinforce_pp", "reinforce_pp_baseline", "grpo", "rloo"))
+PPO, REMAX, DAPO, MAXRL, RAFT = map(arm, ("ppo", "remax", "dapo", "maxrl", "raft"))
+SIGNED = "experiments/claim_rewards.py:signed"
+BETAS = (0.02, 0.1, 0.5)
+MIXED = {
+    script: arm(script, data="2 and 8") for script in ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
+}
+
+
+def beta(value: float, *patches: str) -> dict:
+    return arm("reinforce_pp_baseline", *patches, kl_coef=value)
+
+
+def prompts(number: int, script: str) -> dict:
+    return arm(script, data=f"{number} prompts")
+
+
+def batch(size: int) -> dict:
+    """The number of responses of all runs is equal."""
+    return arm("reinforce_pp", batch_size=size, num_iterations=80 * 128 // size)
+
+
+def noisy(percent: int, script: str) -> dict:
+    return arm(script, reward=f"experiments/claim_rewards.py:flip_{percent}")
+
+
+def signed(script: str, *patches: str) -> dict:
+    return arm(script, *patches, reward=SIGNED)
+
+
+CLAIMS = {
+    1: Claim(
+        "REINFORCE++ generalizes further than other methods to longer chains",
+        "2501.03262, Figure 4 and Table 2",
+        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)],
+        ["2-5", "6", "8", "10", "6-10"],
+        [BASELINE],
+    ),
+    2: Claim(
+        "On 30 prompts GRPO overfits: more accurate on them, less on held-out ones",
+        "2501.03262, Table 3",
+        [
+            Comparison(prompts(30, "grpo"), ">", prompts(30, "reinforce_pp"), "train"),
+            Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@1"),
+            Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@16"),
+        ],
+        ["train", "pass@1", "pass@16", "6-10"],
+        [
+            prompts(30, "reinforce_pp_baseline"),
+            *(prompts(n, script) for n in (10, 100, 300, 1000) for script in ("grpo", "reinforce_pp")),
+            GRPO,
+            RPP,
+        ],
+    ),
+    4: Claim(
+        "With global normalization, rewards of -1 and 1 are as good as 0 and 1; without it they are better",
+        "2501.03262 uses both",
+        [
+            Comparison(signed("reinforce_pp"), "=", RPP, "train"),
+            Comparison(
+                signed("reinforce_pp", "no_whitening"), ">", arm("reinforce_pp", "no_whitening"), "train"
+            ),
+        ],
+        ["train", "2-5", "6-10"],
+    ),
+    5: Claim(
+        "The std of the batch is better than that of the group, and k2 is better than k3",
+        "2501.03262, Equation 12",
+        [
+            Comparison(beta(0.1), ">", beta(0.1, "group_std"), "6-10"),
+            Comparison(beta(0.1, "k3_for_k2"), ">", beta(0.1, "group_std", "k3_for_k2"), "6-10"),
+            Comparison(beta(0.1), ">", beta(0.1, "k3_for_k2"), "6-10"),
+            Comparison(beta(0.1, "group_std"), ">", beta(0.1, "group_std", "k3_for_k2"), "6-10"),
+        ],
+        ["train", "2-5", "6-10", "kl"],
+    ),
+    6: Claim(
+        "Global normalization needs large batches, since its bias vanishes only as they grow",
+        "2501.03262, abstract",
+        [Comparison(RPP, ">", batch(size), "2-5") for size in (8, 16, 32)],
+        ["train", "2-5", "6-10"],
+        [batch(64), batch(512)],
+    ),
+    7: Claim(
+        "GRPO with 2 responses per prompt is as good as with 16",
+        "2510.00977",
+        [
+            Comparison(arm("grpo", samples_per_prompt=2), "=", arm("grpo", samples_per_prompt=16), measure)
+            for measure in ("train", "6-10")
+        ],
+        ["train", "2-5", "6-10"],
+        [arm("grpo", samples_per_prompt=4), GRPO],
+    ),
+    8: Claim(
+        "Where easy and hard prompts are mixed, the std of the batch is better than that of the group, and than none",
+        "2508.08221; 2503.20783; 2501.03262",
+        [
+            Comparison(MIXED["reinforce_pp_baseline"], ">", MIXED[other], "8")
+            for other in ("grpo", "dr_grpo", "rloo")
+        ],
+        ["train", "2-5", "6", "8", "10"],
+    ),
+    9: Claim(
+        "Normalization over the batch is more stable than in the group if some rewards are wrong",
+        "2501.03262, abstract",
+        [
+            Comparison(noisy(30, "reinforce_pp"), ">", noisy(30, "grpo"), "2-5"),
+            Comparison(noisy(30, "reinforce_pp_baseline"), ">", noisy(30, "grpo"), "2-5"),
+        ],
+        ["2-5", "6-10"],
+        [
+            noisy(percent, script)
+            for percent in (10, 20)
+            for script in ("reinforce_pp", "reinforce_pp_baseline", "grpo")
+        ],
+    ),
+    10: Claim(
+        "PPO is better the closer lambda is to 1, and with a critic that starts from the reward model",
+        "2501.03262, appendix C uses 1",
+        [
+            Comparison(arm("ppo", gae_lambda=1), ">", PPO, "train"),
+            Comparison(PPO, ">", arm("ppo", gae_lambda=0), "train"),
+            Comparison(arm("ppo", "critic_from_reward_model"), ">", PPO, "train"),
+        ],
+        ["train", "2-5", "6-10"],
+        [arm("ppo", gae_lambda=value) for value in (0.5, 0.9)],
+    ),
+    11: Claim(
+        "Most of GRPO's gain over REINFORCE comes from dropping groups without a right response, and RAFT is as good",
+        "2504.11343",
+        [
+            Comparison(signed("grpo", "drop_all_wrong"), ">", signed("grpo", "reinforce"), "train"),
+            Comparison(signed("grpo", "drop_all_wrong"), "=", GRPO, "train"),
+            Comparison(RAFT, "=", GRPO, "train"),
+        ],
+        ["train", "2-5", "6-10"],
+        [signed("grpo", "drop_equal"), MAXRL],
+    ),
+    12: Claim(
+        "At equal KL, k1 in the reward generalizes further than k3 in the loss",
+        "2512.21852",
+        [
+            Comparison(
+                [arm("rloo", kl_coef=value) for value in BETAS],
+                ">",
+                [arm("rloo", "k3_in_loss", kl_coef=value) for value in BETAS],
+                "6-10",
+            )
+        ],
+        ["kl", "2-5", "6-10"],
+    ),
+}
+
+
+# --- runs ---
+
+
+def dataset(folder: Path, data: str) -> Path:
+    """The training prompts: those of the toy, the first of them, or chains of 2 and of 8 numbers."""
+    path = ROOT / "toy" / "train.jsonl"
+    lines = path.read_text().splitlines()
+    if data == "toy":
+        return path
+    if data == "2 and 8":
+        from toy.make_toy import make_chain, prompt, value
+
+        rng = random.Random(1)
+        chains = [make_chain(rng, numbers) for _ in range(1000) for numbers in (2, 8)]
+        lines = [json.dumps({"prompt": prompt(chain), "answer": str(value(chain))}) for chain in chains]
+    else:
+        number = int(data.removesuffix(" prompts"))
+        lines = lines[:number] * math.ceil(128 / number)  # a batch has up to 128 prompts
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@cache
+def held_out_prompts() -> dict[str, list[tuple[str, str]]]:
+    """Prompts and answers: the held-out chains of the toy, and longer ones."""
+    groups = {}
+    for line in (ROOT / "toy" / "heldout.jsonl").open():
+        row = json.loads(line)
+        groups.setdefault(row["group"], []).append((row["prompt"], row["answer"]))
+    return groups | {"10": pairs(held_out_chains(10))}
+
+
+def in_parts(values: list[float]) -> list[float]:
+    """The means of ten equal parts."""
+    bounds = [round(i * len(values) / 10) for i in range(11)]
+    return [round(mean(values[i:j]), 4) for i, j in pairwise(bounds)]
+
+
+def measure(
+    run_dir: Path, script: str, patches: list, data: str, flags: dict, learning_rate: float, seed: int
+) -> dict:
+    """Train and evaluate. A run whose loss is no longer finite counts, with an accuracy of 0."""
+    options = {"dataset": dataset(run_dir.parent, data), "eval_every": 0, "save_every": 0, "seed": seed}
+    options |= flags | {"learning_rate": learning_rate}
+    try:
+        lines, _ = train(script, options, run_dir, patches=patches)
+    except subprocess.CalledProcessError:
+        if not (run_dir / "metrics.jsonl").exists():  # it has not trained: not for the numbers
+            raise
+        groups = {group: 0.0 for group in held_out_prompts()}
+        return {"diverged": True, "greedy": groups, "pass@1": 0.0, "pass@16": 0.0, "score": [0.0] * 10}
+    result = evaluate(run_dir / "model", held_out_prompts(), ["2-5"])
+    passed = {f"pass@{k}": round(pass_at(k, result["successes"]["2-5"]), 4) for k in (1, 16)}
+    curves = {key: in_parts(curve(lines, key)) for key in ("score", "kl") if key in lines[-1]}
+    return {"greedy": result["greedy"]} | passed | curves
+
+
+@cache
+def best_rate(script: str) -> float:
+    """The learning rate with the highest score over the second half of training."""
+    runs = [run for run in load("rates")["runs"] if run["script"] == script]
+    scores = {
+        rate: mean([value(run, "train") for run in runs if run["learning_rate"] == rate]) for rate in RATES
+    }
+    return max(scores, key=scores.get)
+
+
+# --- statistics ---
+
+
+def value(run: dict, measure: str) -> float:
+    """A measure of one run: accuracy of greedy responses by length, pass@k on 2-5, sampled score, KL."""
+    if measure == "6-10":
+        return mean([run["greedy"][group] for group in ("6", "8", "10")])
+    if measure == "train":
+        score = mean(run["score"][5:])
+        return (score + 1) / 2 if run["flags"].get("reward") == SIGNED else score
+    if measure == "kl":
+        return run["kl"][-1]
+    return run[measure] if measure.startswith("pass@") else run["greedy"][measure]
+
+
+@cache
+def committed() -> list[dict]:
+    return load("claims")["runs"]
+
+
+def values(one: dict, measure: str) -> np.ndarray:
+    """A measure of an arm (seeds,); shorter while runs are missing."""
+    one = one | {"learning_rate": best_rate(one["script"])}
+    runs = [run for run in committed() if all(run[key] == one[key] for key in one)]
+    return np.array([value(run, measure) for run in sorted(runs, key=lambda run: run["seed"])])
+
+
+def interval(function) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a function of the indices of seeds."""
+    rng = np.random.default_rng(0)
+    samples = [function(rng.integers(len(SEEDS), size=len(SEEDS))) for _ in range(2000)]
+    return tuple(np.quantile(samples, [0.025, 0.975]))
+
+
+def estimate(arms: list[dict], measure: str, seeds: np.ndarray, kl: float) -> float:
+    """The mean of a measure over these seeds; of several arms that at this KL, interpolated between their means."""
+    means = [values(one, measure)[seeds].mean() for one in arms]
+    if len(arms) == 1:
+        return means[0]
+    points = sorted(zip((values(one, "kl")[seeds].mean() for one in arms), means))
+    return float(np.interp(kl, *zip(*points)))
+
+
+def shared_kl(sides: list[list[dict]]) -> float:
+    """The middle of the range of KLs that both sides have."""
+    ranges = [[values(one, "kl").mean() for one in side] for side in sides]
+    return (max(map(min, ranges)) + min(map(max, ranges))) / 2
+
+
+def difference(comparison: Comparison) -> tuple[float, float, float] | None:
+    """First minus second: the mean over the seeds, and its interval. None while runs are missing."""
+    sides = [side if isinstance(side, list) else [side] for side in (comparison.first, comparison.second)]
+    if any(len(values(one, comparison.measure)) < len(SEEDS) for side in sides for one in side):
+        return None
+    kl = shared_kl(sides) if len(sides[0]) > 1 else 0.0
+
+    def subtract(seeds: np.ndarray) -> float:
+        first, second = (estimate(side, comparison.measure, seeds, kl) for side in sides)
+        return first - second
+
+    return subtract(np.arange(len(SEEDS))), *interval(subtract)
+
+
+HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tell", "not run yet"
+
+
+@cache
+def outcomes(number: int) -> list[tuple]:
+    """For each comparison of a claim its verdict, and the difference with its interval, or None."""
+    results = []
+    for comparison in CLAIMS[number].comparisons:
+        found = difference(comparison)
+        if found is None:
+            results.append((MISSING, None))
+            continue
+        _, low, high = found
+        verdict = UNKNOWN
+        if comparison.relation == ">":
+            verdict = HOLDS if low > 0 else FAILS if high < 0 else UNKNOWN
+        elif -MARGIN < low and high < MARGIN:
+            verdict = HOLDS
+        elif high < -MARGIN or low > MARGIN:
+            verdict = FAILS
+        results.append((verdict, found))
+    return results
+
+
+def verdict(number: int) -> str:
+    """A claim holds if all of its comparisons hold, and does not hold if one does not."""
+    verdicts = [name for name, _ in outcomes(number)]
+    return next((name for name in (MISSING, FAILS, UNKNOWN) if name in verdicts), HOLDS)
+
+
+# --- the page ---
+
+
+def name_of(one: dict | list[dict]) -> str:
+    """Script, flags, patches and data of an arm."""
+    if isinstance(one, list):
+        return name_of(one[0] | {"flags": {}})
+    return label(one) + ("" if one["data"] == "toy" else f", {one['data']}")
+
+
+def show(found: tuple[float, float, float]) -> str:
+    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*found)
+
+
+def summary() -> None:
+    """Print the claims, each with its verdict and the difference that decides it."""
+    rows = []
+    for number, claim in CLAIMS.items():
+        results = outcomes(number)
+        decisive = next((i for i, (name, _) in enumerate(results) if name == verdict(number)), 0)
+        found = results[decisive][1]
+        text = f"{show(found)} in {claim.comparisons[decisive].measure}" if found else ""
+        rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, verdict(number), text])
+    table(["", "claim", "source", "verdict", "A - B"], rows)
+
+
+def details(number: int) -> None:
+    """Print the comparisons of a claim, and the means of its arms."""
+    claim = CLAIMS[number]
+    rows = []
+    for comparison, (name, found) in zip(claim.comparisons, outcomes(number)):
+        names = [name_of(side) for side in (comparison.first, comparison.second)]
+        rows.append(
+            [names[0], comparison.relation, names[1], comparison.measure, show(found) if found else "", name]
+        )
+    table(["A", "", "B", "measure", "A - B, 95 % interval", "verdict"], rows)
+    rows = []
+    for one in claim.arms():
+        cells = []
+        for measure in claim.measures:
+            numbers = values(one, measure)
+            cells.append(f"{numbers.mean():.2f} ± {numbers.std(ddof=1):.2f}" if len(numbers) > 1 else "")
+        rows.append([name_of(one), *cells])
+    table(["mean ± std of the seeds", *claim.measures], rows)
+    for patch in dict.fromkeys(patch for one in claim.arms() for patch in one["patches"]):
+        print(f"`{patch}.patch`:")
+        print_patch(patch)
+    print_commands(["python", "experiments/claims.py", "--claims", str(number)])
+
+
+def rates() -> None:
+    """Print the sampled score of each script for each learning rate."""
+    rows = []
+    for script in dict.fromkeys(run["script"] for run in load("rates")["runs"]):
+        runs = [run for run in load("rates")["runs"] if run["script"] == script]
+        cells = [
+            f"{mean([value(run, 'train') for run in runs if run['learning_rate'] == rate]):.3f}"
+            for rate in RATES
+        ]
+        rows.append([f"`{script}.py`", *cells, f"{best_rate(script):g}"])
+    table(["script", *(f"{rate:g}" for rate in RATES), "best"], rows)
+
+
+def draw(number: int) -> None:
+    """Draw the measures of a claim's arms: each seed, the mean, and its 95 % interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    claim = CLAIMS[number]
+    arms = [one for one in claim.arms() if len(values(one, "train")) == len(SEEDS)]
+    size = (2.2 * len(claim.measures) + 3, 0.28 * len(arms) + 0.9)
+    figure, axes = plt.subplots(
+        1, len(claim.measures), figsize=size, dpi=110, layout="constrained", sharey=True
+    )
+    for axis, measure in zip(axes, claim.measures):
+        for row, one in enumerate(arms):
+            numbers = values(one, measure)
+            axis.plot(numbers, [row] * len(numbers), ".", color="tab:gray", alpha=0.4)
+            low, high = interval(lambda seeds: numbers[seeds].mean())  # noqa: B023
+            axis.plot([low, high], [row, row], color="tab:blue", lw=2)
+            axis.plot(numbers.mean(), row, "o", color="tab:blue", ms=4)
+        axis.set_title(measure, fontsize=10)
+        axis.grid(alpha=0.25)
+    axes[0].set_yticks(range(len(arms)), [name_of(one).replace("`", "") for one in arms], fontsize=8)
+    axes[0].invert_yaxis()
+    figure.savefig(ROOT / "docs" / f"claim_{number}.png")
+    plt.close(figure)
+
+
+def main(args: Args) -> None:
+    numbers = args.claims or tuple(CLAIMS)
+    if args.run:
+        arms = {number: CLAIMS[number].arms() for number in numbers}
+        scripts = dict.fromkeys(one["script"] for number in numbers for one in arms[number])
+        each = product(scripts, RATES, RATE_SEEDS)
+        cells = [arm(script) | {"learning_rate": rate, "seed": seed} for script, rate, seed in each]
+        run_all("rates", cells, measure)
+        for number in numbers:
+            each = product(arms[number], SEEDS)
+            cells = [one | {"learning_rate": best_rate(one["script"]), "seed": seed} for one, seed in each]
+            run_all("claims", cells, measure)
+    summary()
+    for number in numbers:
+        details(number)
+        draw(number)
+    rates()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

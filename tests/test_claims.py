@@ -1,0 +1,80 @@
+"""experiments/claims.py: what makes a verdict, and patches that apply."""
+
+import shutil
+import subprocess
+
+import claims
+import numpy as np
+import pytest
+from claims import FAILS, HOLDS, MISSING, UNKNOWN, Claim, Comparison, arm
+from conftest import ROOT
+
+A, B = arm("grpo"), arm("rloo")
+
+
+def runs(one: dict, accuracies: list[float], kls: list[float] | None = None) -> list[dict]:
+    """A run for each seed, in another order than that of the seeds."""
+    kls = kls or [1.0] * len(accuracies)
+    rows = [
+        one | {"learning_rate": 1e-4, "seed": seed, "greedy": {"8": accuracy}, "kl": [kl]}
+        for seed, accuracy, kl in zip(claims.SEEDS, accuracies, kls)
+    ]
+    return rows[::-1]
+
+
+@pytest.fixture
+def verdict_of(monkeypatch):
+    def verdict(rows: list[dict], *comparisons: Comparison) -> str:
+        monkeypatch.setattr(claims, "CLAIMS", {1: Claim("", "", list(comparisons), [])})
+        monkeypatch.setattr(claims, "committed", lambda: rows)
+        monkeypatch.setattr(claims, "best_rate", lambda script: 1e-4)
+        claims.outcomes.cache_clear()
+        return claims.verdict(1)
+
+    yield verdict
+    claims.outcomes.cache_clear()
+
+
+def test_paired_differences_decide(verdict_of):
+    """Seeds differ far more than A and B do, but A is above B with each seed."""
+    base = np.linspace(0.1, 0.8, 10)
+    rows = runs(A, [*(base + 0.02)]) + runs(B, [*base])
+    assert verdict_of(rows, Comparison(A, ">", B, "8")) == HOLDS
+    assert verdict_of(rows, Comparison(B, ">", A, "8")) == FAILS
+    assert verdict_of(rows, Comparison(A, "=", B, "8")) == HOLDS  # 0.02 is within the margin
+    assert verdict_of(rows, Comparison(A, ">", A, "8")) == UNKNOWN
+    assert verdict_of(rows, Comparison(A, ">", B, "8"), Comparison(B, ">", A, "8")) == FAILS
+    assert verdict_of(rows[1:], Comparison(A, ">", B, "8")) == MISSING
+
+
+def test_an_equality_needs_the_whole_interval(verdict_of):
+    wide = runs(A, [0.5, 0.9] * 5) + runs(B, [0.7] * 10)  # equal means
+    assert verdict_of(wide, Comparison(A, "=", B, "8")) == UNKNOWN
+    apart = runs(A, [0.8] * 10) + runs(B, [0.7] * 10)
+    assert verdict_of(apart, Comparison(A, "=", B, "8")) == FAILS
+
+
+def test_several_betas_are_compared_at_equal_kl(verdict_of):
+    """Accuracy falls with the KL, on the same line for A and B, but B has the larger KLs."""
+    sides = {}
+    rows = []
+    for name, kls in (("grpo", (1.0, 2.0, 3.0)), ("rloo", (2.0, 3.0, 4.0))):
+        sides[name] = [arm(name, kl_coef=kl) for kl in kls]
+        for one, kl in zip(sides[name], kls):
+            noise = [0.01, -0.01] * 5
+            rows += runs(one, [1 - kl / 10 + x for x in noise], [kl] * 10)
+    assert verdict_of(rows, Comparison(sides["grpo"], "=", sides["rloo"], "8")) == HOLDS
+    assert verdict_of(rows, Comparison(sides["grpo"], ">", sides["rloo"], "8")) == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "patch", sorted((ROOT / "experiments" / "patches").glob("*.patch")), ids=lambda x: x.stem
+)
+def test_patches_apply(patch, tmp_path):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    [changed] = [
+        path for path in ROOT.glob("*.py") if path.read_bytes() != (tmp_path / path.name).read_bytes()
+    ]
+    compile((tmp_path / changed.name).read_text(), changed.name, "exec")
