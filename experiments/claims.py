@@ -79,6 +79,10 @@ RPP, BASELINE, GRPO, RLOO = map(arm, ("reinforce_pp", "reinforce_pp_baseline", "
 PPO, REMAX, DAPO, MAXRL, RAFT = map(arm, ("ppo", "remax", "dapo", "maxrl", "raft"))
 SIGNED = "experiments/claim_rewards.py:signed"
 BETAS = (0.02, 0.1, 0.5)
+PUZZLED = ("grpo", "rloo", "ppo", "remax", "dapo", "maxrl")
+# Chosen so that the final KLs of the scripts overlap: a KL in the loss is weaker than one in the reward.
+HACKING = {script: (0.005, 0.01, 0.02, 0.05) for script in ("reinforce_pp", "rloo", "ppo", "remax")}
+HACKING |= {script: (0.05, 0.1, 0.2, 0.5) for script in ("grpo", "reinforce_pp_baseline")}
 MIXED = {
     script: arm(script, data="2 and 8") for script in ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
 }
@@ -86,6 +90,16 @@ MIXED = {
 
 def beta(value: float, *patches: str) -> dict:
     return arm("reinforce_pp_baseline", *patches, kl_coef=value)
+
+
+def puzzles(script: str) -> dict:
+    """Knights and Knaves."""
+    return arm(script, data="puzzles", model="toy/kk/policy", max_response_length=160, num_iterations=100)
+
+
+def hacked(value: float, script: str) -> dict:
+    """Training on the score of the reward model."""
+    return arm(script, reward="toy/reward_model", num_iterations=100, kl_coef=value)
 
 
 def prompts(number: int, script: str) -> dict:
@@ -107,11 +121,12 @@ def signed(script: str, *patches: str) -> dict:
 
 CLAIMS = {
     1: Claim(
-        "REINFORCE++ generalizes further than other methods to longer chains",
+        "REINFORCE++ generalizes further than other methods, to longer chains and to puzzles with more people",
         "2501.03262, Figure 4 and Table 2",
-        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)],
-        ["2-5", "6", "8", "10", "6-10"],
-        [BASELINE],
+        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)]
+        + [Comparison(puzzles("reinforce_pp"), ">", puzzles(other), "4-6 people") for other in PUZZLED],
+        ["2-5", "6", "8", "10", "6-10", "2-3 people", "4-6 people"],
+        [BASELINE, puzzles("reinforce_pp_baseline")],
     ),
     2: Claim(
         "On 30 prompts GRPO overfits: more accurate on them, less on held-out ones",
@@ -128,6 +143,21 @@ CLAIMS = {
             GRPO,
             RPP,
         ],
+    ),
+    3: Claim(
+        "At the same KL, REINFORCE++ exploits a reward model less than other methods",
+        "2501.03262, Figure 2",
+        [
+            Comparison(
+                [hacked(value, "reinforce_pp") for value in HACKING["reinforce_pp"]],
+                ">",
+                [hacked(value, script) for value in HACKING[script]],
+                "2-5",
+            )
+            for script in HACKING
+            if script != "reinforce_pp"
+        ],
+        ["kl", "train", "2-5"],
     ),
     4: Claim(
         "With global normalization, rewards of -1 and 1 are as good as 0 and 1; without it they are better",
@@ -233,7 +263,9 @@ CLAIMS = {
 
 
 def dataset(folder: Path, data: str) -> Path:
-    """The training prompts: those of the toy, the first of them, or chains of 2 and of 8 numbers."""
+    """The training prompts: those of the toy or of Knights and Knaves, the first so many, or chains of 2 and 8."""
+    if data == "puzzles":
+        return ROOT / "toy" / "kk" / "train.jsonl"
     path = ROOT / "toy" / "train.jsonl"
     lines = path.read_text().splitlines()
     if data == "toy":
@@ -253,13 +285,13 @@ def dataset(folder: Path, data: str) -> Path:
 
 
 @cache
-def held_out_prompts() -> dict[str, list[tuple[str, str]]]:
-    """Prompts and answers: the held-out chains of the toy, and longer ones."""
+def held_out_prompts(folder: str) -> dict[str, list[tuple[str, str]]]:
+    """Prompts and answers by group: those of the toy and chains of 10, or those of Knights and Knaves."""
     groups = {}
-    for line in (ROOT / "toy" / "heldout.jsonl").open():
+    for line in (ROOT / folder / "heldout.jsonl").open():
         row = json.loads(line)
         groups.setdefault(row["group"], []).append((row["prompt"], row["answer"]))
-    return groups | {"10": pairs(held_out_chains(10))}
+    return groups if folder == "toy/kk" else groups | {"10": pairs(held_out_chains(10))}
 
 
 def in_parts(values: list[float]) -> list[float]:
@@ -274,15 +306,21 @@ def measure(
     """Train and evaluate. A run whose loss is no longer finite counts, with an accuracy of 0."""
     options = {"dataset": dataset(run_dir.parent, data), "eval_every": 0, "save_every": 0, "seed": seed}
     options |= flags | {"learning_rate": learning_rate}
+    groups = held_out_prompts("toy/kk" if data == "puzzles" else "toy")
     try:
         lines, _ = train(script, options, run_dir, patches=patches)
     except subprocess.CalledProcessError:
         if not (run_dir / "metrics.jsonl").exists():  # it has not trained: not for the numbers
             raise
-        groups = {group: 0.0 for group in held_out_prompts()}
-        return {"diverged": True, "greedy": groups, "pass@1": 0.0, "pass@16": 0.0, "score": [0.0] * 10}
-    result = evaluate(run_dir / "model", held_out_prompts(), ["2-5"])
-    passed = {f"pass@{k}": round(pass_at(k, result["successes"]["2-5"]), 4) for k in (1, 16)}
+        greedy = {group: 0.0 for group in groups}
+        return {"diverged": True, "greedy": greedy, "pass@1": 0.0, "pass@16": 0.0, "score": [0.0] * 10}
+    sampled = ["2-5"] if data != "puzzles" else []
+    result = evaluate(
+        run_dir / "model", groups, sampled, max_response_length=160 if data == "puzzles" else 64
+    )
+    passed = {
+        f"pass@{k}": round(pass_at(k, result["successes"][group]), 4) for group in sampled for k in (1, 16)
+    }
     curves = {key: in_parts(curve(lines, key)) for key in ("score", "kl") if key in lines[-1]}
     return {"greedy": result["greedy"]} | passed | curves
 
@@ -297,19 +335,30 @@ def best_rate(script: str) -> float:
     return max(scores, key=scores.get)
 
 
+def rate_of(one: dict) -> float:
+    """The learning rate of an arm."""
+    return RATES[0] if one["data"] == "puzzles" else best_rate(one["script"])
+
+
+def seeds_of(one: dict) -> tuple[int, ...]:
+    """The seeds of an arm. A run on Knights and Knaves takes ten times as long as one on the toy."""
+    return SEEDS[:5] if one["data"] == "puzzles" else SEEDS
+
+
 # --- statistics ---
 
 
 def value(run: dict, measure: str) -> float:
-    """A measure of one run: accuracy of greedy responses by length, pass@k on 2-5, sampled score, KL."""
-    if measure == "6-10":
-        return mean([run["greedy"][group] for group in ("6", "8", "10")])
+    """A measure of one run: accuracy of greedy responses by length, pass@k on 2-5, sampled score, KL. Else NaN."""
     if measure == "train":
         score = mean(run["score"][5:])
         return (score + 1) / 2 if run["flags"].get("reward") == SIGNED else score
     if measure == "kl":
-        return run["kl"][-1]
-    return run[measure] if measure.startswith("pass@") else run["greedy"][measure]
+        return run.get("kl", [math.nan])[-1]
+    if measure.startswith("pass@"):
+        return run.get(measure, math.nan)
+    parts = {"6-10": ("6", "8", "10"), "2-3 people": ("2", "3"), "4-6 people": ("4", "5", "6")}
+    return mean([run["greedy"].get(group, math.nan) for group in parts.get(measure, (measure,))])
 
 
 @cache
@@ -319,15 +368,15 @@ def committed() -> list[dict]:
 
 def values(one: dict, measure: str) -> np.ndarray:
     """A measure of an arm (seeds,); shorter while runs are missing."""
-    one = one | {"learning_rate": best_rate(one["script"])}
+    one = one | {"learning_rate": rate_of(one)}
     runs = [run for run in committed() if all(run[key] == one[key] for key in one)]
     return np.array([value(run, measure) for run in sorted(runs, key=lambda run: run["seed"])])
 
 
-def interval(function) -> tuple[float, float]:
+def interval(function, num_seeds: int) -> tuple[float, float]:
     """The 95 % bootstrap interval of a function of the indices of seeds."""
     rng = np.random.default_rng(0)
-    samples = [function(rng.integers(len(SEEDS), size=len(SEEDS))) for _ in range(2000)]
+    samples = [function(rng.integers(num_seeds, size=num_seeds)) for _ in range(2000)]
     return tuple(np.quantile(samples, [0.025, 0.975]))
 
 
@@ -349,7 +398,8 @@ def shared_kl(sides: list[list[dict]]) -> float:
 def difference(comparison: Comparison) -> tuple[float, float, float] | None:
     """First minus second: the mean over the seeds, and its interval. None while runs are missing."""
     sides = [side if isinstance(side, list) else [side] for side in (comparison.first, comparison.second)]
-    if any(len(values(one, comparison.measure)) < len(SEEDS) for side in sides for one in side):
+    num_seeds = len(seeds_of(sides[0][0]))
+    if any(len(values(one, comparison.measure)) < num_seeds for side in sides for one in side):
         return None
     kl = shared_kl(sides) if len(sides[0]) > 1 else 0.0
 
@@ -357,7 +407,7 @@ def difference(comparison: Comparison) -> tuple[float, float, float] | None:
         first, second = (estimate(side, comparison.measure, seeds, kl) for side in sides)
         return first - second
 
-    return subtract(np.arange(len(SEEDS))), *interval(subtract)
+    return subtract(np.arange(num_seeds)), *interval(subtract, num_seeds)
 
 
 HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tell", "not run yet"
@@ -431,7 +481,8 @@ def details(number: int) -> None:
         cells = []
         for measure in claim.measures:
             numbers = values(one, measure)
-            cells.append(f"{numbers.mean():.2f} ± {numbers.std(ddof=1):.2f}" if len(numbers) > 1 else "")
+            is_known = len(numbers) > 1 and np.isfinite(numbers).all()
+            cells.append(f"{numbers.mean():.2f} ± {numbers.std(ddof=1):.2f}" if is_known else "")
         rows.append([name_of(one), *cells])
     table(["mean ± std of the seeds", *claim.measures], rows)
     for patch in dict.fromkeys(patch for one in claim.arms() for patch in one["patches"]):
@@ -461,7 +512,7 @@ def draw(number: int) -> None:
     import matplotlib.pyplot as plt
 
     claim = CLAIMS[number]
-    arms = [one for one in claim.arms() if len(values(one, "train")) == len(SEEDS)]
+    arms = [one for one in claim.arms() if len(values(one, "train")) == len(seeds_of(one))]
     size = (2.2 * len(claim.measures) + 3, 0.28 * len(arms) + 0.9)
     figure, axes = plt.subplots(
         1, len(claim.measures), figsize=size, dpi=110, layout="constrained", sharey=True
@@ -470,7 +521,7 @@ def draw(number: int) -> None:
         for row, one in enumerate(arms):
             numbers = values(one, measure)
             axis.plot(numbers, [row] * len(numbers), ".", color="tab:gray", alpha=0.4)
-            low, high = interval(lambda seeds: numbers[seeds].mean())  # noqa: B023
+            low, high = interval(lambda seeds: numbers[seeds].mean(), len(numbers))  # noqa: B023
             axis.plot([low, high], [row, row], color="tab:blue", lw=2)
             axis.plot(numbers.mean(), row, "o", color="tab:blue", ms=4)
         axis.set_title(measure, fontsize=10)
@@ -484,14 +535,16 @@ def draw(number: int) -> None:
 def main(args: Args) -> None:
     numbers = args.claims or tuple(CLAIMS)
     if args.run:
-        arms = {number: CLAIMS[number].arms() for number in numbers}
-        scripts = dict.fromkeys(one["script"] for number in numbers for one in arms[number])
+        scripts = dict.fromkeys(one["script"] for number in numbers for one in CLAIMS[number].arms())
         each = product(scripts, RATES, RATE_SEEDS)
         cells = [arm(script) | {"learning_rate": rate, "seed": seed} for script, rate, seed in each]
         run_all("rates", cells, measure)
         for number in numbers:
-            each = product(arms[number], SEEDS)
-            cells = [one | {"learning_rate": best_rate(one["script"]), "seed": seed} for one, seed in each]
+            cells = [
+                one | {"learning_rate": rate_of(one), "seed": seed}
+                for one in CLAIMS[number].arms()
+                for seed in seeds_of(one)
+            ]
             run_all("claims", cells, measure)
     summary()
     for number in numbers:

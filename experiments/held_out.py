@@ -61,13 +61,18 @@ LOCK = (
 )  # transformers cannot load two models at the same time, and torch has one random state
 
 
-def evaluate(folder: str | Path, groups: dict[str, list[tuple[str, str]]], sampled: Iterable[str]) -> dict:
+def evaluate(
+    folder: str | Path,
+    groups: dict[str, list[tuple[str, str]]],
+    sampled: Iterable[str],
+    max_response_length: int = 64,
+) -> dict:
     """Greedy accuracy on each group of prompts and answers; of those in `sampled`, the right samples of each prompt."""
     with LOCK:
-        return evaluate_alone(Path(folder), groups, sampled)
+        return evaluate_alone(Path(folder), groups, sampled, max_response_length)
 
 
-def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str]) -> dict:
+def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str], max_response_length: int) -> dict:
     # Here, since the pages import this module for its tables only.
     import torch
     import transformers
@@ -78,7 +83,7 @@ def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str]) -> dict:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    args = SimpleNamespace(max_response_length=64, temperature=1.0, dtype="float32")
+    args = SimpleNamespace(max_response_length=max_response_length, temperature=1.0, dtype="float32")
 
     def right(group: str, samples_per_prompt: int = 1, greedy: bool = False):
         """1 or 0 for each response (prompts, responses per prompt)."""
