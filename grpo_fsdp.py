@@ -11,7 +11,8 @@ it runs and dropped after it. To sample, all weights are gathered once, in --dty
 different numbers of tokens, so a gather per layer would hang. A rank must therefore hold the whole model
 once, with 2 bytes per weight in bfloat16. Gradients are summed over the ranks, and the norm is that of all
 ranks, as in grpo.py. The checkpoint and model/ are whole. `diff grpo.py grpo_fsdp.py` shows FSDP.
-Left out: a sharded reward model. A small model in toy/, and a real one on 8 GPUs, which was not tried yet:
+Left out: a sharded reward model, and mps, for which torch has no FSDP. A small model in toy/, and a real one
+on 8 GPUs, which was not tried yet:
 
     python grpo_fsdp.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct \
@@ -64,7 +65,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of gathered weights and autocast; AdamW: float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and gathered weights; shards: float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages

@@ -61,7 +61,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and of all weights but A and B
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, and all weights but A and B
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -253,7 +253,7 @@ def token_logprobs(model, batch, temperature):
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
     logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
-    logits = logits.float() / temperature  # autocast and frozen weights in bfloat16 give bfloat16
+    logits = logits.float() / temperature  # with --dtype bfloat16 they are bfloat16
     tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
     logprobs = logits.log_softmax(-1).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
@@ -453,7 +453,7 @@ def main(args):
     if RANK == 0:
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder / "adapter")
-            # Merging rounds the weights, so it is done once, in float32, which may not fit on the GPU.
+            # In float32, since merging rounds the weights, and on the CPU, since they may not fit on the GPU.
             policy.cpu().float().merge_and_unload().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     if dist.is_initialized():
@@ -537,7 +537,7 @@ def locate(name):
 
 
 def load(args, auto_class, flag, name, device):
-    """A model with weights in --dtype, in eval mode and so without dropout, and its tokenizer."""
+    """A policy in --dtype or a float32 reward model, in eval mode, without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     where = f"--{flag} {name}"
@@ -545,7 +545,10 @@ def load(args, auto_class, flag, name, device):
     with explain(where, "use a folder or a hub id of a model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model, info = auto_class.from_pretrained(
-            path, dtype=args.dtype, use_safetensors=True, output_loading_info=True
+            path,
+            dtype=args.dtype if flag == "model" else "float32",
+            use_safetensors=True,
+            output_loading_info=True,
         )
     # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
     kind = str(model.config.architectures)

@@ -12,10 +12,11 @@ exactly pi_theta's. The responses come from vLLM, so pi_old is vLLM's distributi
     pi_old(o_t) = softmax(z_t / temperature)[o_t]         z_t: the logits that vLLM computes
     rho_t       = pi_theta(o_t) / pi_old(o_t)             near 1 before the update
 
-In the first iteration pi_theta is pi_ref, so the metric kl measures the difference. vLLM does not return the
-entropy: the metric is the mean of -log pi_old(o_t), its estimate from the sampled tokens. Each rank has an
-engine with all weights. The rest is grpo.py: the equations are there, and `diff grpo.py grpo_vllm.py` shows
-vLLM. On a CPU it needs a head_dim of at least 32; the toy's is 16.
+In the first iteration pi_theta is pi_ref, so the metric kl shows how far vLLM's log-probs are from those of
+the training model (if --kl_coef is above 0). vLLM does not return the entropy: the metric is the mean of
+-log pi_old(o_t), its estimate from the sampled tokens. Each rank has an engine with all weights. The rest is
+grpo.py: the equations are there, and `diff grpo.py grpo_vllm.py` shows vLLM. On a CPU vLLM needs a head_dim
+of at least 32; the toy's is 16.
 Left out: an engine over several GPUs, and freeing its memory during the update. A small model on a CPU, made
 by data/smollm2.py and data/reasoning.py, and a larger one on 8 GPUs, which was not tried yet:
 
@@ -63,7 +64,9 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+    dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # of vLLM and of autocast; the policy's weights: float32
+    )
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -187,7 +190,7 @@ def start_engine(args, policy, max_length):
     has_experts = any(".experts." in name for name in policy.state_dict())
     check(
         not has_experts,
-        f"--model {args.model}: has experts, which vLLM does not update on a CPU; use a dense model",
+        f"--model {args.model}: has experts, which vLLM did not update on a CPU; use a dense model",
     )
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that it takes tensors
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
@@ -202,9 +205,9 @@ def start_engine(args, policy, max_length):
             dtype=args.dtype,
             max_model_len=max_length,
             kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # read by a check at the start only
+            gpu_memory_utilization=0.01,  # for a check at the start; kv_cache_memory_bytes decides
             logprobs_mode="processed_logprobs",  # divided by the temperature
-            # Tied weights have a packed copy on some CPUs, which a sync does not update.
+            # On some CPUs vLLM keeps a packed copy of tied weights, which a sync would leave old.
             hf_overrides={"tie_word_embeddings": False},
             enforce_eager=policy.device.type == "cpu",
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
@@ -241,7 +244,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
     old_logprobs = torch.zeros(len(sequences), T, device=device)
     truncated = torch.zeros_like(prompt_index, dtype=torch.bool)  # (B,)
 
-    # From torch's seed of this iteration and rank. vLLM adds 0 ... n - 1 for the responses to a prompt.
+    # From torch's generator, which main seeds for each iteration and rank. vLLM adds 0 ... n - 1 to a seed.
     seeds = torch.randint(2**62, (len(prompts),)).tolist()
     settings = [
         vllm.SamplingParams(
@@ -256,7 +259,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
         for seed in seeds
     ]
     requests = [{"prompt_token_ids": ids} for ids in prompts]
-    with explain(f"vLLM with --model {args.model}", "use another --model"):
+    with explain(f"vLLM with --model {args.model}", "change --model or --kv_cache_gib"):
         results = engine.generate(requests, settings, use_tqdm=False)
     responses = [response for result in results for response in result.outputs]  # B of them
 

@@ -11,10 +11,10 @@ Normalization", arXiv 2501.03262v9, section 4.2.4. The estimator is reinforce_pp
     loss = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
     m_t  = 1 if pi_old sampled the token o_t, 0 if the tool wrote it
 
-When a response ends a call, the tool's answer is appended to it, and sampling continues. The policy attends
-to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only. The reward reads
-the answers too, and max_response_length limits sampled tokens plus answers. All rows wait while a tool runs.
-Everything else is reinforce_pp_baseline.py: `diff reinforce_pp_baseline.py reinforce_pp_tools.py`.
+When a response so far ends in a call, the tool's answer is appended, and sampling continues. The policy
+attends to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only. The
+reward reads the answers too, and max_response_length limits sampled tokens plus answers. All rows wait while
+a tool runs. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the rest.
 Left out: parallel calls. A calculator on another toy (a minute), and Python on 8 GPUs:
 
     python reinforce_pp_tools.py
@@ -209,8 +209,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     # The ids of an answer wait here until their column comes; -1 where the policy samples.
     answer_ids = torch.full_like(sequences[:, P:], -1)  # (B, T)
     num_calls = torch.zeros_like(prompt_index)  # (B,)
-    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
-    end_ids = torch.tensor([*end_ids, *eos_ids(model, tokenizer)], device=device)  # may end a call
+    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)  # cached
+    end_ids = torch.tensor([*end_ids, *eos.tolist()], device=device)  # may end a call
     active = torch.arange(len(sequences), device=device)  # (b,) the rows that are still in the forward pass
     with sampling_cache(args, model) as cache:  # keys and values; no gradients in here
         # Each prompt is read once. Its logits and its row of the cache are then repeated for its responses.
@@ -231,8 +231,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
             finished[active] |= torch.isin(tokens, eos).squeeze(1)
-            # Rows whose sampled token may end a call ask the tool, one after the other. The mask is False in
-            # rows that were finished before this token.
+            # Rows whose sampled token may end a call ask the tool, one after the other. The mask is 0 in rows
+            # that finished earlier.
             may_call = (torch.isin(tokens, end_ids) & (answer_tokens < 0)).squeeze(1)  # (b,)
             may_call &= attention_mask[active, P + t].bool() & (num_calls[active] < args.max_calls)
             may_call &= t < T - 1  # the last token leaves no room for an answer
@@ -240,7 +240,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
                 ids = ask(tool, tokenizer, sequences[row, P : P + t + 1])[: T - t - 1]
                 answer_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # An EOS inside an answer (column t), or one that was answered (t + 1), does not end a response.
+            # Not finished: the EOS belongs to an answer (column t), or an answer follows it (column t + 1).
             finished[active] &= (answer_ids[active, t : t + 2] < 0).all(1)
 
             # Finished rows leave once they are a quarter of the batch, so that a few long rows cost little.
@@ -659,7 +659,7 @@ def ask(tool, tokenizer, ids):
     """The ids of the tool's answer to a response so far; none if the response does not end in a call."""
     try:
         answer = tool(tokenizer.decode(ids))
-    except Exception as error:  # the policy may learn from it
+    except Exception as error:  # its text becomes the answer
         answer = repr(error)
     text = "" if answer is None else str(answer)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -20,8 +20,18 @@ import tyro
 name, out, *flags = sys.argv[1:]
 script = importlib.import_module(name)
 whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
-seen = {"gradients": [], "local": 0, "total": 0}
-clip = torch.nn.utils.clip_grad_norm_
+seen = {"gradients": [], "local": 0, "total": 0, "whole": 0}
+clip, load, policy_loss = torch.nn.utils.clip_grad_norm_, script.load, script.policy_loss
+models = []
+
+def noted_load(*arguments):
+    models.append(load(*arguments))
+    return models[-1]
+
+def noted_loss(*arguments):
+    "After the forward pass no weight is whole: it would take memory until the backward pass."
+    seen["whole"] += sum(not hasattr(x, "to_local") for x in models[0][0].parameters())
+    return policy_loss(*arguments)
 
 def record(parameters, max_norm):
     parameters = list(parameters)
@@ -30,7 +40,7 @@ def record(parameters, max_norm):
     seen["local"] = sum(getattr(x, "to_local", lambda x=x: x)().numel() for x in parameters)
     return clip(parameters, max_norm)
 
-torch.nn.utils.clip_grad_norm_ = record
+torch.nn.utils.clip_grad_norm_, script.load, script.policy_loss = record, noted_load, noted_loss
 args = tyro.cli(script.Args, args=flags, use_underscores=True)
 script.main(args)
 torch.save(seen, f"{out}.{os.environ.get('RANK', 0)}.pt")
@@ -88,7 +98,7 @@ def test_gradients_and_norm_are_grpos(ranks, driver, heldout, tmp_path):
         for ours, theirs in zip(seen["gradients"], expected[0]["gradients"], strict=True):
             for x, y in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5 * float(y.abs().max()) + 1e-7)
-        assert seen["local"] <= seen["total"] / ranks * 1.1
+        assert seen["local"] <= seen["total"] / ranks * 1.1 and seen["whole"] == 0
     metrics = [read_jsonl(tmp_path / f"run{name}{ranks}" / "metrics.jsonl") for name in ("grpo", "grpo_fsdp")]
     norms = [[x["grad_norm"] for x in lines if "grad_norm" in x] for lines in metrics]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4) and min(norms[0]) > 0.1
