@@ -137,7 +137,7 @@ def test_a_variant_has_its_parents_estimator(name):
     lines = [sync.skeleton(text).splitlines() for text in (parent, source)]
     changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-" and line[2:].strip()]
     assert (
-        len(changed) <= {"grpo_lora": 50, "grpo_fsdp": 100, "grpo_vllm": 150, "reinforce_pp_tools": 90}[name]
+        len(changed) <= {"grpo_lora": 55, "grpo_fsdp": 100, "grpo_vllm": 150, "reinforce_pp_tools": 90}[name]
     )
 
 
