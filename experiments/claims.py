@@ -437,7 +437,7 @@ def outcomes(number: int) -> list[tuple]:
 def verdict(number: int) -> str:
     """A claim holds if all of its comparisons hold, and does not hold if one does not."""
     verdicts = [name for name, _ in outcomes(number)]
-    return next((name for name in (MISSING, FAILS, UNKNOWN) if name in verdicts), HOLDS)
+    return next((name for name in (FAILS, MISSING, UNKNOWN) if name in verdicts), HOLDS)
 
 
 # --- the page ---
@@ -455,15 +455,15 @@ def show(found: tuple[float, float, float]) -> str:
 
 
 def summary() -> None:
-    """Print the claims, each with its verdict and the difference that decides it."""
+    """Print the claims, each with its verdict and a comparison that decides it."""
     rows = []
     for number, claim in CLAIMS.items():
-        results = outcomes(number)
-        decisive = next((i for i, (name, _) in enumerate(results) if name == verdict(number)), 0)
-        found = results[decisive][1]
-        text = f"{show(found)} in {claim.comparisons[decisive].measure}" if found else ""
+        decisive = [name for name, _ in outcomes(number)].index(verdict(number))
+        comparison, (_, found) = claim.comparisons[decisive], outcomes(number)[decisive]
+        names = [name_of(side) for side in (comparison.first, comparison.second)]
+        text = f"{show(found)} in {comparison.measure}: {names[0]} - {names[1]}" if found else ""
         rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, verdict(number), text])
-    table(["", "claim", "source", "verdict", "A - B"], rows)
+    table(["", "claim", "source", "verdict", "A - B that decides"], rows)
 
 
 def details(number: int) -> None:

@@ -45,6 +45,9 @@ def test_paired_differences_decide(verdict_of):
     assert verdict_of(rows, Comparison(A, ">", A, "8")) == UNKNOWN
     assert verdict_of(rows, Comparison(A, ">", B, "8"), Comparison(B, ">", A, "8")) == FAILS
     assert verdict_of(rows[1:], Comparison(A, ">", B, "8")) == MISSING
+    not_run = Comparison(A, ">", arm("ppo"), "8")
+    assert verdict_of(rows, Comparison(A, ">", B, "8"), not_run) == MISSING
+    assert verdict_of(rows, Comparison(B, ">", A, "8"), not_run) == FAILS  # whatever the other says
 
 
 def test_an_equality_needs_the_whole_interval(verdict_of):
