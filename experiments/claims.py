@@ -5,10 +5,11 @@
     python experiments/claims.py --no_run           only draw and print the committed results
 
 A claim is a list of comparisons of A with B, paired by seed: the same seed gives both the same prompts in the same
-order. Its interval is a 95 % bootstrap interval of the mean difference, over the seeds. The comparison "A > B" holds
-here if the interval lies above 0, and does not hold here if it lies below 0. "A = B" holds if the interval lies within
-MARGIN of 0, and does not hold if it lies outside. In all other cases we cannot tell. A claim holds if all of its
-comparisons hold, and does not hold if one of them does not.
+order. Its interval is a bootstrap interval of the mean difference, over the seeds, such that with probability 95 % none
+of the intervals of a claim is wrong (Bonferroni). The comparison "A > B" holds here if the interval lies above 0, and
+does not hold here if it lies below 0. "A = B" holds if the interval lies within MARGIN of 0, and does not hold if it
+lies outside. In all other cases we cannot tell. A claim holds if all of its comparisons hold, and does not hold if one
+of them does not.
 
 The learning rate of each script is the best of RATES by the sampled score over the second half of training, with seeds
 that are not used again. Everything else is the script's default, or a flag of the claim.
@@ -18,6 +19,7 @@ import json
 import math
 import random
 import subprocess
+import textwrap
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, product
@@ -79,7 +81,6 @@ RPP, BASELINE, GRPO, RLOO = map(arm, ("reinforce_pp", "reinforce_pp_baseline", "
 PPO, REMAX, DAPO, MAXRL, RAFT = map(arm, ("ppo", "remax", "dapo", "maxrl", "raft"))
 SIGNED = "experiments/claim_rewards.py:signed"
 BETAS = (0.02, 0.1, 0.5)
-PUZZLED = ("grpo", "rloo", "ppo", "remax", "dapo", "maxrl")
 # Chosen so that the final KLs of the scripts overlap: a KL in the loss is weaker than one in the reward.
 HACKING = {script: (0.005, 0.01, 0.02, 0.05) for script in ("reinforce_pp", "rloo", "ppo", "remax")}
 HACKING |= {script: (0.05, 0.1, 0.2, 0.5) for script in ("grpo", "reinforce_pp_baseline")}
@@ -121,12 +122,11 @@ def signed(script: str, *patches: str) -> dict:
 
 CLAIMS = {
     1: Claim(
-        "REINFORCE++ generalizes further than other methods, to longer chains and to puzzles with more people",
-        "2501.03262, Figure 4 and Table 2",
-        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)]
-        + [Comparison(puzzles("reinforce_pp"), ">", puzzles(other), "4-6 people") for other in PUZZLED],
-        ["2-5", "6", "8", "10", "6-10", "2-3 people", "4-6 people"],
-        [BASELINE, puzzles("reinforce_pp_baseline")],
+        "REINFORCE++ generalizes further than other methods to longer chains",
+        "2501.03262, Figure 4",
+        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)],
+        ["2-5", "6", "8", "10", "6-10"],
+        [BASELINE],
     ),
     2: Claim(
         "On 30 prompts GRPO overfits: more accurate on them, less on held-out ones",
@@ -256,6 +256,16 @@ CLAIMS = {
         ],
         ["kl", "2-5", "6-10"],
     ),
+    13: Claim(
+        "REINFORCE++ generalizes further than other methods to Knights and Knaves with more people",
+        "2501.03262, Table 2",
+        [
+            Comparison(puzzles("reinforce_pp"), ">", puzzles(other), "4-6 people")
+            for other in ("grpo", "rloo", "ppo", "remax", "dapo", "maxrl")
+        ],
+        ["2", "3", "4", "5", "6", "4-6 people"],
+        [puzzles("reinforce_pp_baseline")],
+    ),
 }
 
 
@@ -357,7 +367,7 @@ def value(run: dict, measure: str) -> float:
         return run.get("kl", [math.nan])[-1]
     if measure.startswith("pass@"):
         return run.get(measure, math.nan)
-    parts = {"6-10": ("6", "8", "10"), "2-3 people": ("2", "3"), "4-6 people": ("4", "5", "6")}
+    parts = {"6-10": ("6", "8", "10"), "4-6 people": ("4", "5", "6")}
     return mean([run["greedy"].get(group, math.nan) for group in parts.get(measure, (measure,))])
 
 
@@ -373,20 +383,17 @@ def values(one: dict, measure: str) -> np.ndarray:
     return np.array([value(run, measure) for run in sorted(runs, key=lambda run: run["seed"])])
 
 
-def interval(function, num_seeds: int) -> tuple[float, float]:
-    """The 95 % bootstrap interval of a function of the indices of seeds."""
-    rng = np.random.default_rng(0)
-    samples = [function(rng.integers(num_seeds, size=num_seeds)) for _ in range(2000)]
-    return tuple(np.quantile(samples, [0.025, 0.975]))
+def resample(num_seeds: int) -> np.ndarray:
+    """Indices of seeds (1 + 10,000, num_seeds): the seeds themselves, then the samples of the bootstrap."""
+    samples = np.random.default_rng(0).integers(num_seeds, size=(10_000, num_seeds))
+    return np.vstack([np.arange(num_seeds), samples])
 
 
-def estimate(arms: list[dict], measure: str, seeds: np.ndarray, kl: float) -> float:
-    """The mean of a measure over these seeds; of several arms that at this KL, interpolated between their means."""
-    means = [values(one, measure)[seeds].mean() for one in arms]
-    if len(arms) == 1:
+def at_kl(kl: float, kls: list[np.ndarray], means: list[np.ndarray]) -> np.ndarray:
+    """The means of one arm (samples,), or for several arms those at this KL, interpolated between the arms."""
+    if len(means) == 1:
         return means[0]
-    points = sorted(zip((values(one, "kl")[seeds].mean() for one in arms), means))
-    return float(np.interp(kl, *zip(*points)))
+    return np.array([np.interp(kl, *zip(*sorted(zip(*points)))) for points in zip(zip(*kls), zip(*means))])
 
 
 def shared_kl(sides: list[list[dict]]) -> float:
@@ -395,19 +402,20 @@ def shared_kl(sides: list[list[dict]]) -> float:
     return (max(map(min, ranges)) + min(map(max, ranges))) / 2
 
 
-def difference(comparison: Comparison) -> tuple[float, float, float] | None:
+def difference(comparison: Comparison, error: float) -> tuple[float, float, float] | None:
     """First minus second: the mean over the seeds, and its interval. None while runs are missing."""
     sides = [side if isinstance(side, list) else [side] for side in (comparison.first, comparison.second)]
     num_seeds = len(seeds_of(sides[0][0]))
     if any(len(values(one, comparison.measure)) < num_seeds for side in sides for one in side):
         return None
-    kl = shared_kl(sides) if len(sides[0]) > 1 else 0.0
-
-    def subtract(seeds: np.ndarray) -> float:
-        first, second = (estimate(side, comparison.measure, seeds, kl) for side in sides)
-        return first - second
-
-    return subtract(np.arange(num_seeds)), *interval(subtract, num_seeds)
+    kl, samples, results = shared_kl(sides), resample(num_seeds), []
+    for side in sides:
+        kls, means = (
+            [values(one, measure)[samples].mean(1) for one in side] for measure in ("kl", comparison.measure)
+        )
+        results.append(at_kl(kl, kls, means))
+    differences = results[0] - results[1]
+    return differences[0], *np.quantile(differences[1:], [error / 2, 1 - error / 2])
 
 
 HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tell", "not run yet"
@@ -418,7 +426,7 @@ def outcomes(number: int) -> list[tuple]:
     """For each comparison of a claim its verdict, and the difference with its interval, or None."""
     results = []
     for comparison in CLAIMS[number].comparisons:
-        found = difference(comparison)
+        found = difference(comparison, error=0.05 / len(CLAIMS[number].comparisons))
         if found is None:
             results.append((MISSING, None))
             continue
@@ -445,13 +453,15 @@ def verdict(number: int) -> str:
 
 def name_of(one: dict | list[dict]) -> str:
     """Script, flags, patches and data of an arm."""
-    if isinstance(one, list):
-        return name_of(one[0] | {"flags": {}})
+    if isinstance(one, list):  # in several beta
+        return label(one[0] | {"flags": {}})
+    if one["data"] == "puzzles":  # with the same flags everywhere
+        one = one | {"flags": {}}
     return label(one) + ("" if one["data"] == "toy" else f", {one['data']}")
 
 
 def show(found: tuple[float, float, float]) -> str:
-    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*found)
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found)
 
 
 def summary() -> None:
@@ -466,6 +476,12 @@ def summary() -> None:
     table(["", "claim", "source", "verdict", "A - B that decides"], rows)
 
 
+def statement(number: int) -> None:
+    """Print a claim and its verdict."""
+    claim = CLAIMS[number]
+    print("\n" + textwrap.fill(f"**{claim.text}** ({claim.source}): *{verdict(number)}*.", 120) + "\n")
+
+
 def details(number: int) -> None:
     """Print the comparisons of a claim, and the means of its arms."""
     claim = CLAIMS[number]
@@ -475,14 +491,14 @@ def details(number: int) -> None:
         rows.append(
             [names[0], comparison.relation, names[1], comparison.measure, show(found) if found else "", name]
         )
-    table(["A", "", "B", "measure", "A - B, 95 % interval", "verdict"], rows)
+    table(["A", "", "B", "measure", "A - B [interval]", "verdict"], rows)
     rows = []
     for one in claim.arms():
         cells = []
         for measure in claim.measures:
             numbers = values(one, measure)
             is_known = len(numbers) > 1 and np.isfinite(numbers).all()
-            cells.append(f"{numbers.mean():.2f} ± {numbers.std(ddof=1):.2f}" if is_known else "")
+            cells.append(f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}" if is_known else "")
         rows.append([name_of(one), *cells])
     table(["mean ± std of the seeds", *claim.measures], rows)
     for patch in dict.fromkeys(patch for one in claim.arms() for patch in one["patches"]):
@@ -513,15 +529,16 @@ def draw(number: int) -> None:
 
     claim = CLAIMS[number]
     arms = [one for one in claim.arms() if len(values(one, "train")) == len(seeds_of(one))]
-    size = (2.2 * len(claim.measures) + 3, 0.28 * len(arms) + 0.9)
-    figure, axes = plt.subplots(
-        1, len(claim.measures), figsize=size, dpi=110, layout="constrained", sharey=True
-    )
-    for axis, measure in zip(axes, claim.measures):
+    measures = [x for x in claim.measures if any(np.isfinite(values(one, x)).all() for one in arms)]
+    if not measures:
+        return
+    size = (1.6 * len(measures) + 3, 0.28 * len(arms) + 0.9)
+    figure, axes = plt.subplots(1, len(measures), figsize=size, dpi=110, layout="constrained", sharey=True)
+    for axis, measure in zip(axes, measures):
         for row, one in enumerate(arms):
             numbers = values(one, measure)
             axis.plot(numbers, [row] * len(numbers), ".", color="tab:gray", alpha=0.4)
-            low, high = interval(lambda seeds: numbers[seeds].mean(), len(numbers))  # noqa: B023
+            low, high = np.quantile(numbers[resample(len(numbers))].mean(1), [0.025, 0.975])
             axis.plot([low, high], [row, row], color="tab:blue", lw=2)
             axis.plot(numbers.mean(), row, "o", color="tab:blue", ms=4)
         axis.set_title(measure, fontsize=10)

@@ -22,6 +22,7 @@ PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
 GUIDE = [
     "toy",
+    "evidence",
     "real",
     "hacking",
     "estimators",
