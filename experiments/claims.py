@@ -4,12 +4,10 @@
     python experiments/claims.py --claims 4 5       some of them
     python experiments/claims.py --no_run           only draw and print the committed results
 
-A claim is a list of comparisons of A with B, paired by seed: the same seed gives both the same prompts in the same
-order. Its interval is a bootstrap interval of the mean difference, over the seeds, such that with probability 95 % none
-of the intervals of a claim is wrong (Bonferroni). The comparison "A > B" holds here if the interval lies above 0, and
-does not hold here if it lies below 0. "A = B" holds if the interval lies within MARGIN of 0, and does not hold if it
-lies outside. In all other cases we cannot tell. A claim holds if all of its comparisons hold, and does not hold if one
-of them does not.
+A claim is a list of comparisons of A with B. Its interval is the mean difference over the seeds, plus and minus its
+bootstrap standard error times a quantile of Student's t distribution, at such a level that with probability 95 % none
+of the intervals of a claim is wrong (Bonferroni). For plain means this is the paired t interval: with ten seeds, the
+quantiles of the bootstrap itself would give intervals that are too narrow. `outcomes` has the rules for a verdict.
 
 The learning rate of each script is the best of RATES by the sampled score over the second half of training, with seeds
 that are not used again. Everything else is the script's default, or a flag of the claim.
@@ -33,7 +31,7 @@ from held_out import evaluate, held_out_chains, pairs, pass_at
 SEEDS = tuple(range(1, 11))
 RATE_SEEDS = (101, 102, 103)
 RATES = (2e-4, 4e-4, 8e-4)
-MARGIN = 0.05
+MARGINS = {"train": 0.01, "late": 0.01}  # differences below this do not matter; 0.05 for all other measures
 
 
 @dataclass
@@ -84,9 +82,6 @@ BETAS = (0.02, 0.1, 0.5)
 # Chosen so that the final KLs of the scripts overlap: a KL in the loss is weaker than one in the reward.
 HACKING = {script: (0.005, 0.01, 0.02, 0.05) for script in ("reinforce_pp", "rloo", "ppo", "remax")}
 HACKING |= {script: (0.05, 0.1, 0.2, 0.5) for script in ("grpo", "reinforce_pp_baseline")}
-MIXED = {
-    script: arm(script, data="2 and 8") for script in ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
-}
 
 
 def beta(value: float, *patches: str) -> dict:
@@ -101,6 +96,11 @@ def puzzles(script: str) -> dict:
 def hacked(value: float, script: str) -> dict:
     """Training on the score of the reward model."""
     return arm(script, reward="toy/reward_model", num_iterations=100, kl_coef=value)
+
+
+def mixed(script: str, *patches: str, **flags) -> dict:
+    """Chains of 2 and of 8 numbers."""
+    return arm(script, *patches, data="2 and 8", **flags)
 
 
 def prompts(number: int, script: str) -> dict:
@@ -132,11 +132,11 @@ CLAIMS = {
         "On 30 prompts GRPO overfits: more accurate on them, less on held-out ones",
         "2501.03262, Table 3",
         [
-            Comparison(prompts(30, "grpo"), ">", prompts(30, "reinforce_pp"), "train"),
+            Comparison(prompts(30, "grpo"), ">", prompts(30, "reinforce_pp"), "late"),
             Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@1"),
             Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@16"),
         ],
-        ["train", "pass@1", "pass@16", "6-10"],
+        ["late", "pass@1", "pass@16", "6-10"],
         [
             prompts(30, "reinforce_pp_baseline"),
             *(prompts(n, script) for n in (10, 100, 300, 1000) for script in ("grpo", "reinforce_pp")),
@@ -161,7 +161,7 @@ CLAIMS = {
     ),
     4: Claim(
         "With global normalization, rewards of -1 and 1 are as good as 0 and 1; without it they are better",
-        "2501.03262 uses both",
+        "our question; 2501.03262 uses both",
         [
             Comparison(signed("reinforce_pp"), "=", RPP, "train"),
             Comparison(
@@ -183,7 +183,7 @@ CLAIMS = {
     ),
     6: Claim(
         "Global normalization needs large batches, since its bias vanishes only as they grow",
-        "2501.03262, abstract",
+        "implied by 2501.03262",
         [Comparison(RPP, ">", batch(size), "2-5") for size in (8, 16, 32)],
         ["train", "2-5", "6-10"],
         [batch(64), batch(512)],
@@ -200,16 +200,17 @@ CLAIMS = {
     ),
     8: Claim(
         "Where easy and hard prompts are mixed, the std of the batch is better than that of the group, and than none",
-        "2508.08221; 2503.20783; 2501.03262",
+        "2508.08221",
         [
-            Comparison(MIXED["reinforce_pp_baseline"], ">", MIXED[other], "8")
-            for other in ("grpo", "dr_grpo", "rloo")
+            Comparison(mixed("reinforce_pp_baseline"), ">", mixed("reinforce_pp_baseline", patch), "train")
+            for patch in ("group_std", "no_std")
         ],
-        ["train", "2-5", "6", "8", "10"],
+        ["train", "late", "6", "8", "10"],
+        [mixed(script) for script in ("grpo", "dr_grpo", "rloo")],
     ),
     9: Claim(
         "Normalization over the batch is more stable than in the group if some rewards are wrong",
-        "2501.03262, abstract",
+        "our question",
         [
             Comparison(noisy(30, "reinforce_pp"), ">", noisy(30, "grpo"), "2-5"),
             Comparison(noisy(30, "reinforce_pp_baseline"), ">", noisy(30, "grpo"), "2-5"),
@@ -223,7 +224,7 @@ CLAIMS = {
     ),
     10: Claim(
         "PPO is better the closer lambda is to 1, and with a critic that starts from the reward model",
-        "2501.03262, appendix C uses 1",
+        "our question; 2501.03262 uses 1",
         [
             Comparison(arm("ppo", gae_lambda=1), ">", PPO, "train"),
             Comparison(PPO, ">", arm("ppo", gae_lambda=0), "train"),
@@ -236,12 +237,12 @@ CLAIMS = {
         "Most of GRPO's gain over REINFORCE comes from dropping groups without a right response, and RAFT is as good",
         "2504.11343",
         [
-            Comparison(signed("grpo", "drop_all_wrong"), ">", signed("grpo", "reinforce"), "train"),
-            Comparison(signed("grpo", "drop_all_wrong"), "=", GRPO, "train"),
-            Comparison(RAFT, "=", GRPO, "train"),
+            Comparison(mixed("grpo"), ">", mixed("grpo", "reinforce", reward=SIGNED), "train"),
+            Comparison(mixed("grpo"), "=", mixed("grpo", "drop_all_wrong", reward=SIGNED), "train"),
+            Comparison(mixed("grpo"), "=", mixed("raft"), "train"),
         ],
-        ["train", "2-5", "6-10"],
-        [signed("grpo", "drop_equal"), MAXRL],
+        ["train", "late", "6", "8", "10"],
+        [mixed("grpo", "drop_equal", reward=SIGNED), mixed("maxrl")],
     ),
     12: Claim(
         "At equal KL, k1 in the reward generalizes further than k3 in the loss",
@@ -272,8 +273,8 @@ CLAIMS = {
 # --- runs ---
 
 
-def dataset(folder: Path, data: str) -> Path:
-    """The training prompts: those of the toy or of Knights and Knaves, the first so many, or chains of 2 and 8."""
+def dataset(folder: Path, data: str, seed: int) -> Path:
+    """The training prompts: those of the toy or of Knights and Knaves, some of them, or chains of 2 and 8."""
     if data == "puzzles":
         return ROOT / "toy" / "kk" / "train.jsonl"
     path = ROOT / "toy" / "train.jsonl"
@@ -288,7 +289,8 @@ def dataset(folder: Path, data: str) -> Path:
         lines = [json.dumps({"prompt": prompt(chain), "answer": str(value(chain))}) for chain in chains]
     else:
         number = int(data.removesuffix(" prompts"))
-        lines = lines[:number] * math.ceil(128 / number)  # a batch has up to 128 prompts
+        lines = random.Random(seed).sample(lines, number)
+        lines *= math.ceil(128 / number)  # a batch has up to 128 prompts
     path = folder / "train.jsonl"
     path.write_text("\n".join(lines))
     return path
@@ -314,14 +316,14 @@ def measure(
     run_dir: Path, script: str, patches: list, data: str, flags: dict, learning_rate: float, seed: int
 ) -> dict:
     """Train and evaluate. A run whose loss is no longer finite counts, with an accuracy of 0."""
-    options = {"dataset": dataset(run_dir.parent, data), "eval_every": 0, "save_every": 0, "seed": seed}
+    options = {"dataset": dataset(run_dir.parent, data, seed), "eval_every": 0, "save_every": 0, "seed": seed}
     options |= flags | {"learning_rate": learning_rate}
     groups = held_out_prompts("toy/kk" if data == "puzzles" else "toy")
     try:
         lines, _ = train(script, options, run_dir, patches=patches)
-    except subprocess.CalledProcessError:
-        if not (run_dir / "metrics.jsonl").exists():  # it has not trained: not for the numbers
-            raise
+    except subprocess.CalledProcessError as error:
+        if error.returncode != 2 or not (run_dir / "metrics.jsonl").exists():
+            raise  # something else went wrong
         greedy = {group: 0.0 for group in groups}
         return {"diverged": True, "greedy": greedy, "pass@1": 0.0, "pass@16": 0.0, "score": [0.0] * 10}
     sampled = ["2-5"] if data != "puzzles" else []
@@ -340,7 +342,7 @@ def best_rate(script: str) -> float:
     """The learning rate with the highest score over the second half of training."""
     runs = [run for run in load("rates")["runs"] if run["script"] == script]
     scores = {
-        rate: mean([value(run, "train") for run in runs if run["learning_rate"] == rate]) for rate in RATES
+        rate: mean([value(run, "late") for run in runs if run["learning_rate"] == rate]) for rate in RATES
     }
     return max(scores, key=scores.get)
 
@@ -359,9 +361,11 @@ def seeds_of(one: dict) -> tuple[int, ...]:
 
 
 def value(run: dict, measure: str) -> float:
-    """A measure of one run: accuracy of greedy responses by length, pass@k on 2-5, sampled score, KL. Else NaN."""
-    if measure == "train":
-        score = mean(run["score"][5:])
+    """A measure of one run: sampled score, KL, pass@k on 2-5, accuracy of greedy responses by length. Else NaN."""
+    if run.get("diverged"):
+        return math.nan if measure == "kl" else 0.0
+    if measure in ("train", "late"):
+        score = mean(run["score"] if measure == "train" else run["score"][5:])
         return (score + 1) / 2 if run["flags"].get("reward") == SIGNED else score
     if measure == "kl":
         return run.get("kl", [math.nan])[-1]
@@ -389,17 +393,29 @@ def resample(num_seeds: int) -> np.ndarray:
     return np.vstack([np.arange(num_seeds), samples])
 
 
+def interval(estimates: np.ndarray, num_seeds: int, error: float = 0.05) -> tuple[float, float, float]:
+    """The first estimate, and its interval by the standard error of the others, wrong with this probability."""
+    standard_error = estimates[1:].std() * math.sqrt(num_seeds / (num_seeds - 1))
+    quantile = np.quantile(np.random.default_rng(0).standard_t(num_seeds - 1, 1_000_000), 1 - error / 2)
+    return estimates[0], estimates[0] - quantile * standard_error, estimates[0] + quantile * standard_error
+
+
 def at_kl(kl: float, kls: list[np.ndarray], means: list[np.ndarray]) -> np.ndarray:
-    """The means of one arm (samples,), or for several arms those at this KL, interpolated between the arms."""
+    """The means of one arm (samples,), or of several arms those at this KL, interpolated between the arms."""
     if len(means) == 1:
         return means[0]
-    return np.array([np.interp(kl, *zip(*sorted(zip(*points)))) for points in zip(zip(*kls), zip(*means))])
+    results = []
+    for points in zip(np.transpose(kls), np.transpose(means)):  # the KLs and the means of a sample
+        order = np.argsort(points[0])
+        results.append(np.interp(kl, points[0][order], points[1][order]))
+    return np.array(results)
 
 
 def shared_kl(sides: list[list[dict]]) -> float:
-    """The middle of the range of KLs that both sides have."""
+    """The middle of the range of KLs that both sides have; NaN if there is none."""
     ranges = [[values(one, "kl").mean() for one in side] for side in sides]
-    return (max(map(min, ranges)) + min(map(max, ranges))) / 2
+    low, high = max(map(min, ranges)), min(map(max, ranges))
+    return (low + high) / 2 if low <= high else math.nan
 
 
 def difference(comparison: Comparison, error: float) -> tuple[float, float, float] | None:
@@ -414,31 +430,36 @@ def difference(comparison: Comparison, error: float) -> tuple[float, float, floa
             [values(one, measure)[samples].mean(1) for one in side] for measure in ("kl", comparison.measure)
         )
         results.append(at_kl(kl, kls, means))
-    differences = results[0] - results[1]
-    return differences[0], *np.quantile(differences[1:], [error / 2, 1 - error / 2])
+    return interval(results[0] - results[1], num_seeds, error)
 
 
 HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tell", "not run yet"
+
+
+def judge(relation: str, low: float, high: float, margin: float) -> str:
+    """The verdict on A > B or A = B, if A - B is between low and high.
+
+    A > B does not hold if an advantage of the margin is excluded, and holds if A - B is above 0 otherwise.
+    A = B holds if A - B is within the margin, and does not hold if it is outside.
+    """
+    if relation == ">":
+        return FAILS if high < margin else HOLDS if low > 0 else UNKNOWN
+    if -margin < low and high < margin:
+        return HOLDS
+    return FAILS if high < -margin or low > margin else UNKNOWN
 
 
 @cache
 def outcomes(number: int) -> list[tuple]:
     """For each comparison of a claim its verdict, and the difference with its interval, or None."""
     results = []
-    for comparison in CLAIMS[number].comparisons:
-        found = difference(comparison, error=0.05 / len(CLAIMS[number].comparisons))
-        if found is None:
-            results.append((MISSING, None))
-            continue
-        _, low, high = found
-        verdict = UNKNOWN
-        if comparison.relation == ">":
-            verdict = HOLDS if low > 0 else FAILS if high < 0 else UNKNOWN
-        elif -MARGIN < low and high < MARGIN:
-            verdict = HOLDS
-        elif high < -MARGIN or low > MARGIN:
-            verdict = FAILS
-        results.append((verdict, found))
+    comparisons = CLAIMS[number].comparisons
+    for comparison in comparisons:
+        found = difference(comparison, error=0.05 / len(comparisons))
+        name = MISSING
+        if found:
+            name = judge(comparison.relation, *found[1:], MARGINS.get(comparison.measure, 0.05))
+        results.append((name, found))
     return results
 
 
@@ -497,7 +518,7 @@ def details(number: int) -> None:
         cells = []
         for measure in claim.measures:
             numbers = values(one, measure)
-            is_known = len(numbers) > 1 and np.isfinite(numbers).all()
+            is_known = len(numbers) == len(seeds_of(one)) and np.isfinite(numbers).all()
             cells.append(f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}" if is_known else "")
         rows.append([name_of(one), *cells])
     table(["mean ± std of the seeds", *claim.measures], rows)
@@ -508,16 +529,18 @@ def details(number: int) -> None:
 
 
 def rates() -> None:
-    """Print the sampled score of each script for each learning rate."""
+    """Print the scores of each script for each learning rate."""
     rows = []
     for script in dict.fromkeys(run["script"] for run in load("rates")["runs"]):
         runs = [run for run in load("rates")["runs"] if run["script"] == script]
         cells = [
-            f"{mean([value(run, 'train') for run in runs if run['learning_rate'] == rate]):.3f}"
+            f"{mean([value(run, measure) for run in runs if run['learning_rate'] == rate]):.3f}"
+            for measure in ("late", "6-10")
             for rate in RATES
         ]
         rows.append([f"`{script}.py`", *cells, f"{best_rate(script):g}"])
-    table(["script", *(f"{rate:g}" for rate in RATES), "best"], rows)
+    heads = [f"{measure}, {rate:g}" for measure in ("late", "6-10") for rate in RATES]
+    table(["script", *heads, "best"], rows)
 
 
 def draw(number: int) -> None:
@@ -538,7 +561,7 @@ def draw(number: int) -> None:
         for row, one in enumerate(arms):
             numbers = values(one, measure)
             axis.plot(numbers, [row] * len(numbers), ".", color="tab:gray", alpha=0.4)
-            low, high = np.quantile(numbers[resample(len(numbers))].mean(1), [0.025, 0.975])
+            _, low, high = interval(numbers[resample(len(numbers))].mean(1), len(numbers))
             axis.plot([low, high], [row, row], color="tab:blue", lw=2)
             axis.plot(numbers.mean(), row, "o", color="tab:blue", ms=4)
         axis.set_title(measure, fontsize=10)

@@ -37,12 +37,11 @@ def verdict_of(monkeypatch):
 
 def test_paired_differences_decide(verdict_of):
     """Seeds differ far more than A and B do, but A is above B with each seed."""
-    base = np.linspace(0.1, 0.8, 10)
-    rows = runs(A, [*(base + 0.02)]) + runs(B, [*base])
+    base, noise = np.linspace(0.1, 0.8, 10), np.array([0.01, -0.01] * 5)
+    rows = runs(A, [*(base + 0.1 + noise)]) + runs(B, [*base])
     assert verdict_of(rows, Comparison(A, ">", B, "8")) == HOLDS
     assert verdict_of(rows, Comparison(B, ">", A, "8")) == FAILS
-    assert verdict_of(rows, Comparison(A, "=", B, "8")) == HOLDS  # 0.02 is within the margin
-    assert verdict_of(rows, Comparison(A, ">", A, "8")) == UNKNOWN
+    assert verdict_of(rows, Comparison(A, "=", B, "8")) == FAILS
     assert verdict_of(rows, Comparison(A, ">", B, "8"), Comparison(B, ">", A, "8")) == FAILS
     assert verdict_of(rows[1:], Comparison(A, ">", B, "8")) == MISSING
     not_run = Comparison(A, ">", arm("ppo"), "8")
@@ -50,24 +49,43 @@ def test_paired_differences_decide(verdict_of):
     assert verdict_of(rows, Comparison(B, ">", A, "8"), not_run) == FAILS  # whatever the other says
 
 
-def test_an_equality_needs_the_whole_interval(verdict_of):
-    wide = runs(A, [0.5, 0.9] * 5) + runs(B, [0.7] * 10)  # equal means
-    assert verdict_of(wide, Comparison(A, "=", B, "8")) == UNKNOWN
-    apart = runs(A, [0.8] * 10) + runs(B, [0.7] * 10)
-    assert verdict_of(apart, Comparison(A, "=", B, "8")) == FAILS
+def test_a_difference_below_the_margin_is_none(verdict_of):
+    base = np.linspace(0.1, 0.8, 10)
+    rows = runs(A, [*(base + 0.02)]) + runs(B, [*base])
+    assert verdict_of(rows, Comparison(A, "=", B, "8")) == HOLDS
+    assert verdict_of(rows, Comparison(A, ">", B, "8")) == FAILS
+
+
+def test_a_wide_interval_says_nothing(verdict_of):
+    rows = runs(A, [0.5, 0.9] * 5) + runs(B, [0.7] * 10)  # equal means
+    assert verdict_of(rows, Comparison(A, "=", B, "8")) == UNKNOWN
+    assert verdict_of(rows, Comparison(A, ">", B, "8")) == UNKNOWN
+
+
+def test_an_interval_of_means_is_that_of_the_t_distribution():
+    numbers = np.random.default_rng(1).normal(size=10)
+    estimates = numbers[claims.resample(10)].mean(1)
+    middle, low, high = claims.interval(estimates, 10)
+    assert middle == pytest.approx(numbers.mean())
+    half = 2.262 * numbers.std(ddof=1) / np.sqrt(10)
+    assert [middle - low, high - middle] == pytest.approx([half, half], rel=0.02)
 
 
 def test_several_betas_are_compared_at_equal_kl(verdict_of):
     """Accuracy falls with the KL, on the same line for A and B, but B has the larger KLs."""
-    sides = {}
-    rows = []
-    for name, kls in (("grpo", (1.0, 2.0, 3.0)), ("rloo", (2.0, 3.0, 4.0))):
+    sides, rows = {}, []
+    for name, kls in (("grpo", (1.0, 2.0, 3.0)), ("rloo", (4.0, 3.0, 2.0)), ("ppo", (5.0, 6.0, 7.0))):
         sides[name] = [arm(name, kl_coef=kl) for kl in kls]
         for one, kl in zip(sides[name], kls):
-            noise = [0.01, -0.01] * 5
-            rows += runs(one, [1 - kl / 10 + x for x in noise], [kl] * 10)
+            rows += runs(one, [1 - kl / 10 + x for x in [0.01, -0.01] * 5], [kl] * 10)
     assert verdict_of(rows, Comparison(sides["grpo"], "=", sides["rloo"], "8")) == HOLDS
-    assert verdict_of(rows, Comparison(sides["grpo"], ">", sides["rloo"], "8")) == UNKNOWN
+    assert verdict_of(rows, Comparison(sides["grpo"], ">", sides["rloo"], "8")) == FAILS
+    assert verdict_of(rows, Comparison(sides["grpo"], "=", sides["ppo"], "8")) == UNKNOWN  # no KL in common
+
+
+def test_a_diverged_run_has_an_accuracy_of_0():
+    run = runs(A, [0.5])[0] | {"diverged": True, "score": [0.0] * 10, "flags": {"reward": claims.SIGNED}}
+    assert [claims.value(run, measure) for measure in ("8", "train", "late", "pass@1")] == [0.0] * 4
 
 
 @pytest.mark.parametrize(
