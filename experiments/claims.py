@@ -18,6 +18,7 @@ import math
 import random
 import subprocess
 import textwrap
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, product
@@ -495,6 +496,8 @@ def summary() -> None:
         text = f"{show(found)} in {comparison.measure}: {names[0]} - {names[1]}" if found else ""
         rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, verdict(number), text])
     table(["", "claim", "source", "verdict", "A - B that decides"], rows)
+    counts = Counter(verdict(number) for number in CLAIMS)
+    print(", ".join(f"{name}: {count}" for name, count in counts.most_common()) + "\n")
 
 
 def statement(number: int) -> None:
