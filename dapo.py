@@ -42,6 +42,7 @@ from typing import ClassVar, Literal
 import datasets
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported after init_process_group, it would keep the process group alive
 import transformers
 import tyro
 from torch.nn.functional import pad
@@ -322,9 +323,9 @@ def process_scores(args, scores, truncated):
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
     if args.reward_zscore:
         count = len(scores) * WORLD_SIZE
-        scores = scores - total(scores) / count
+        scores -= total(scores) / count
         variance = total(scores.square()) / count
-        scores = scores / max(math.sqrt(variance), 1e-4)
+        scores /= max(math.sqrt(variance), 1e-4)
     if args.reward_clip:
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
     return scores
@@ -750,8 +751,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
-    metrics = {name: sum(x) / len(x) for name, x in groups.items()}
-    return metrics, samples[:3]
+    return {name: sum(x) / len(x) for name, x in groups.items()}, samples[:3]
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from typing import Literal
 import datasets
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported after init_process_group, it would keep the process group alive
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence

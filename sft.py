@@ -33,6 +33,7 @@ from typing import Literal
 import datasets
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported after init_process_group, it would keep the process group alive
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence
@@ -324,7 +325,6 @@ def load_rows(args, model, tokenizer):
         else:
             data = datasets.load_dataset(path, split=args.dataset_split, streaming=Path(path).exists())
         rows = [encode(tokenizer, row, f"{where}: row {number}") for number, row in enumerate(data)]
-
     kept = [row for row in rows if row["prompt_ids"] and len(row["input_ids"]) <= args.max_length]
     summary = f"{len(kept)} of {len(rows)} examples have at most --max_length {args.max_length} tokens"
     needed = args.batch_size + args.eval_size

@@ -42,6 +42,12 @@ def digest(tensors) -> str:
     return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in tensors)).hexdigest()
 
 
+def check_gloo_ended():
+    """A thread of gloo that outlives its process group can abort the process when Python exits."""
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not any("gloo" in name for name in threads), threads
+
+
 class Recorder:
     """Its methods stand in for the functions of a script with the same names, call them, and record:
 
@@ -152,18 +158,21 @@ class Recorder:
 
 
 def main(out: str, cases: str) -> None:
+    cases = json.loads(Path(cases).read_text())
+    scripts = [importlib.import_module(case["script"]) for case in cases]
     if WORLD_SIZE > 1:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = []
-    for i, case in enumerate(json.loads(Path(cases).read_text())):
+    for i, (case, script) in enumerate(zip(cases, scripts)):
         flags = [*case["flags"], "--run_dir", f"{out}.run{i}", "--device", "cpu"]
-        seen = Recorder(importlib.import_module(case["script"]), case["sample"]).run(flags)
+        seen = Recorder(script, case["sample"]).run(flags)
         if RANK:
             del seen["gradients"]  # the same as rank 0's, to the last bit
         results.append(seen | {"script": case["script"], "case": case["case"]})
     torch.save(results, f"{out}.{RANK}.pt")
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
+    check_gloo_ended()
 
 
 if __name__ == "__main__":

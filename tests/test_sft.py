@@ -39,6 +39,9 @@ def load_float64(*args):
 torch.set_default_dtype(torch.float64)
 load, script.load = script.load, load_float64
 script.main(tyro.cli(script.Args, use_underscores=True))
+sys.path.append({root!r} + "/tests")
+import driver
+driver.check_gloo_ended()
 """
 
 
