@@ -4,21 +4,22 @@
 #                 "vllm==0.32.0"]  # which needs an older transformers
 # ///
 # variant of grpo.py
-"""GRPO with vLLM: its engine samples in the same process, and gets the policy's weights after each update.
+"""GRPO with vLLM: its engine samples in the same process, and receives the new weights after each update.
 
 Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
-exactly pi_theta's. The responses come from vLLM, so pi_old is vLLM's distribution; the ratio corrects for it:
+exactly pi_theta's. The responses come from vLLM, so pi_old is its distribution, and the ratio corrects for
+the difference:
 
     pi_old(o_t) = softmax(z_t / temperature)[o_t]         z_t: the logits that vLLM computes
     rho_t       = pi_theta(o_t) / pi_old(o_t)             near 1 before the update
 
-In the first iteration pi_theta is pi_ref, so the metric kl shows how far vLLM's log-probs are from those of
-the training model (if --kl_coef is above 0). vLLM does not return the entropy: the metric is the mean of
--log pi_old(o_t), its estimate from the sampled tokens. Each rank has an engine with all weights. The rest is
-grpo.py: the equations are there, and `diff grpo.py grpo_vllm.py` shows vLLM. On a CPU vLLM needs a head_dim
-of at least 32; the toy's is 16.
-Left out: an engine over several GPUs, and freeing its memory during the update. A small model on a CPU, made
-by data/smollm2.py and data/reasoning.py, and a larger one on 8 GPUs, which was not tried yet:
+The rest is grpo.py: the equations are there, and `diff grpo.py grpo_vllm.py` shows vLLM. In the first
+iteration pi_theta is pi_ref, so kl shows how far vLLM's log-probs are from the training model's (if --kl_coef
+is above 0). vLLM does not return the entropy: the metric is its estimate from the sampled tokens.
+
+Each rank has an engine with all weights. On a CPU vLLM needs a head_dim of at least 32; the toy's is 16. Left
+out: an engine over several GPUs, and freeing its memory during the update. A small model on a CPU, made by
+data/smollm2.py and data/reasoning.py, and a larger one on 8 GPUs; no GPU was tried yet:
 
     python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reasoning.py:score --max_response_length 16 --learning_rate 1e-5
@@ -77,7 +78,7 @@ class Args:
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # tokens of a response at most; one without EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    kv_cache_gib: float = 1.0  # memory of vLLM's keys and values on each rank; what does not fit waits
+    kv_cache_gib: float = 1.0  # vLLM's keys and values on each rank: at least one sequence; the others wait
     # Reward. A function is called with the lists prompts=, completions=, truncated= and one of each column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -189,9 +190,9 @@ def start_engine(args, policy, max_length):
     has_experts = any(".experts." in name for name in policy.state_dict())
     check(
         not has_experts,
-        f"--model {args.model}: has experts, which vLLM did not update on a CPU; use a dense model",
+        f"--model {args.model}: has experts, whose sync into vLLM failed in tests; use a dense model",
     )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that it takes tensors
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # here, so that sync_weights can pass tensors
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with explain(f"vLLM with --model {args.model}", "install vllm, or change --model or --kv_cache_gib"):
@@ -204,7 +205,7 @@ def start_engine(args, policy, max_length):
             dtype=args.dtype,
             max_model_len=max_length,
             kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # for a check at the start; kv_cache_memory_bytes decides
+            gpu_memory_utilization=0.01,  # must be free at the start; has no effect on the cache
             logprobs_mode="processed_logprobs",  # divided by the temperature
             # On some CPUs vLLM keeps a packed copy of tied weights, which a sync would leave old.
             hf_overrides={"tie_word_embeddings": False},
@@ -515,8 +516,7 @@ def check_args(args):
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
     positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
     positive += ["kv_cache_gib"]
-    too_cold = f"--temperature {args.temperature}: vLLM samples with at least 0.01; raise it"
-    check(args.temperature >= 0.01, too_cold)
+    check(0.01 <= args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0.01 to 2")
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             is_enough = value > 0 if name in positive else value >= 0

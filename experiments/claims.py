@@ -185,7 +185,10 @@ CLAIMS = {
     6: Claim(
         "Global normalization needs large batches, since its bias vanishes only as they grow",
         "implied by 2501.03262",
-        [Comparison(RPP, ">", batch(size), "2-5") for size in (8, 16, 32)],
+        [
+            *(Comparison(RPP, ">", arm("reinforce_pp", f"whiten_{size}"), "train") for size in (8, 32)),
+            *(Comparison(RPP, ">", batch(size), "2-5") for size in (8, 16, 32)),
+        ],
         ["train", "2-5", "6-10"],
         [batch(64), batch(512)],
     ),

@@ -220,8 +220,9 @@ def test_experts_are_refused(capsys):
         ({}, "head_dim=16"),
         ({"model": "widened", "kv_cache_gib": 1e-6}, "--kv_cache_gib"),
         ({"temperature": 0.005}, "--temperature 0.005"),
+        ({"temperature": 3}, "--temperature 3"),
     ],
-    ids=["the toy's heads", "no room for keys and values", "too cold"],
+    ids=["the toy's heads", "no room for keys and values", "too cold", "too hot"],
 )
 def test_bad_input_is_refused_in_one_sentence(flags, reason, toy, tmp_path):
     if "model" in flags:
