@@ -52,7 +52,7 @@ def summary() -> None:
         if "eval/score/4 words" in line:
             truth = [f"{line[f'eval/score/{group}']:.2f}" for group in GROUPS]
             rows.append([str(line["iteration"]), score, *truth])
-    table(["iteration", "score of the reward model", *GROUPS], rows)
+    table(["iteration", "score in training", *GROUPS], rows)
 
 
 def main(args: Args) -> None:

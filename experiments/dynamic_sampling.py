@@ -85,7 +85,7 @@ def summary() -> None:
     for (name,), runs in group_by(load("dynamic_sampling")["runs"], short_label).items():
         means = ["1", ""]
         if runs[0]["rollouts"]:
-            values = ([x for run in runs for x in run[key]] for key in ("rollouts", "equal_groups"))
+            values = ([x for run in runs for x in run[key][:30]] for key in ("rollouts", "equal_groups"))
             means = [f"{mean(all_steps):.2f}" for all_steps in values]
         cells = [show([accuracy(run, 30) for run in runs])]
         cells += [show([accuracy(run, step_at(run, budget)) for run in runs]) for budget in BUDGETS]

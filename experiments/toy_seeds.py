@@ -72,7 +72,8 @@ def before(name: str = "toy_seeds") -> None:
     runs = load(name)["runs"]
     first, *_ = runs[0]["held_out"].values()
     greedy = ", ".join(f"{first[group]:.2f} on {group}" for group in GROUPS)
-    print(f"Before training: sampled {show([run['score'][0] for run in runs])}, greedy {greedy}.\n")
+    sampled = show([run["score"][0] for run in runs])
+    print(f"Before training, over all runs: sampled {sampled}, greedy {greedy}.\n")
 
 
 def iterations_to_learn(*scripts: str) -> None:
