@@ -53,7 +53,7 @@ def arm(script: str, *patches: str, data: str = "toy", **flags) -> dict:
 
 @dataclass
 class Comparison:
-    """A > B, or A = B, in a measure. Each is an arm, or several that differ in beta, compared at equal KL."""
+    """A > B, or A ≥ B, in a measure. Each is an arm, or several that differ in beta, compared at equal KL."""
 
     first: dict | list[dict]
     relation: str
@@ -164,7 +164,7 @@ CLAIMS = {
         "With global normalization, rewards of -1 and 1 are as good as 0 and 1; without it they are better",
         "our question; 2501.03262 uses both",
         [
-            Comparison(signed("reinforce_pp"), "=", RPP, "train"),
+            Comparison(signed("reinforce_pp"), "≥", RPP, "train"),
             Comparison(
                 signed("reinforce_pp", "no_whitening"), ">", arm("reinforce_pp", "no_whitening"), "train"
             ),
@@ -196,7 +196,7 @@ CLAIMS = {
         "GRPO with 2 responses per prompt is as good as with 16",
         "2510.00977",
         [
-            Comparison(arm("grpo", samples_per_prompt=2), "=", arm("grpo", samples_per_prompt=16), measure)
+            Comparison(arm("grpo", samples_per_prompt=2), "≥", arm("grpo", samples_per_prompt=16), measure)
             for measure in ("train", "6-10")
         ],
         ["train", "2-5", "6-10"],
@@ -242,8 +242,8 @@ CLAIMS = {
         "2504.11343",
         [
             Comparison(mixed("grpo"), ">", mixed("grpo", "reinforce", reward=SIGNED), "train"),
-            Comparison(mixed("grpo"), "=", mixed("grpo", "drop_all_wrong", reward=SIGNED), "train"),
-            Comparison(mixed("grpo"), "=", mixed("raft"), "train"),
+            Comparison(mixed("grpo", "drop_all_wrong", reward=SIGNED), "≥", mixed("grpo"), "train"),
+            Comparison(mixed("raft"), "≥", mixed("grpo"), "train"),
         ],
         ["train", "late", "6", "8", "10"],
         [mixed("grpo", "drop_equal", reward=SIGNED), mixed("maxrl")],
@@ -441,16 +441,14 @@ HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tel
 
 
 def judge(relation: str, low: float, high: float, margin: float) -> str:
-    """The verdict on A > B or A = B, if A - B is between low and high.
+    """The verdict on A > B (better) or A ≥ B (as good), if A - B is between low and high.
 
     A > B does not hold if an advantage of the margin is excluded, and holds if A - B is above 0 otherwise.
-    A = B holds if A - B is within the margin, and does not hold if it is outside.
+    A ≥ B holds if a deficit of the margin is excluded, and does not hold if the deficit is larger.
     """
     if relation == ">":
         return FAILS if high < margin else HOLDS if low > 0 else UNKNOWN
-    if -margin < low and high < margin:
-        return HOLDS
-    return FAILS if high < -margin or low > margin else UNKNOWN
+    return HOLDS if low > -margin else FAILS if high < -margin else UNKNOWN
 
 
 @cache

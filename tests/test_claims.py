@@ -41,7 +41,8 @@ def test_paired_differences_decide(verdict_of):
     rows = runs(A, [*(base + 0.1 + noise)]) + runs(B, [*base])
     assert verdict_of(rows, Comparison(A, ">", B, "8")) == HOLDS
     assert verdict_of(rows, Comparison(B, ">", A, "8")) == FAILS
-    assert verdict_of(rows, Comparison(A, "=", B, "8")) == FAILS
+    assert verdict_of(rows, Comparison(A, "≥", B, "8")) == HOLDS
+    assert verdict_of(rows, Comparison(B, "≥", A, "8")) == FAILS
     assert verdict_of(rows, Comparison(A, ">", B, "8"), Comparison(B, ">", A, "8")) == FAILS
     assert verdict_of(rows[1:], Comparison(A, ">", B, "8")) == MISSING
     not_run = Comparison(A, ">", arm("ppo"), "8")
@@ -52,13 +53,13 @@ def test_paired_differences_decide(verdict_of):
 def test_a_difference_below_the_margin_is_none(verdict_of):
     base = np.linspace(0.1, 0.8, 10)
     rows = runs(A, [*(base + 0.02)]) + runs(B, [*base])
-    assert verdict_of(rows, Comparison(A, "=", B, "8")) == HOLDS
+    assert verdict_of(rows, Comparison(B, "≥", A, "8")) == HOLDS
     assert verdict_of(rows, Comparison(A, ">", B, "8")) == FAILS
 
 
 def test_a_wide_interval_says_nothing(verdict_of):
     rows = runs(A, [0.5, 0.9] * 5) + runs(B, [0.7] * 10)  # equal means
-    assert verdict_of(rows, Comparison(A, "=", B, "8")) == UNKNOWN
+    assert verdict_of(rows, Comparison(A, "≥", B, "8")) == UNKNOWN
     assert verdict_of(rows, Comparison(A, ">", B, "8")) == UNKNOWN
 
 
@@ -78,9 +79,9 @@ def test_several_betas_are_compared_at_equal_kl(verdict_of):
         sides[name] = [arm(name, kl_coef=kl) for kl in kls]
         for one, kl in zip(sides[name], kls):
             rows += runs(one, [1 - kl / 10 + x for x in [0.01, -0.01] * 5], [kl] * 10)
-    assert verdict_of(rows, Comparison(sides["grpo"], "=", sides["rloo"], "8")) == HOLDS
+    assert verdict_of(rows, Comparison(sides["grpo"], "≥", sides["rloo"], "8")) == HOLDS
     assert verdict_of(rows, Comparison(sides["grpo"], ">", sides["rloo"], "8")) == FAILS
-    assert verdict_of(rows, Comparison(sides["grpo"], "=", sides["ppo"], "8")) == UNKNOWN  # no KL in common
+    assert verdict_of(rows, Comparison(sides["grpo"], "≥", sides["ppo"], "8")) == UNKNOWN  # no KL in common
 
 
 def test_a_diverged_run_has_an_accuracy_of_0():
