@@ -122,7 +122,7 @@ MUTANTS = {
         ),
         ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
     ],
-    "test_fsdp.py -m long": [
+    "test_fsdp.py": [
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
         ("fsdp: whole weights stay", "grpo_fsdp.gathered", "set_reshard_after_forward(True)", "eval()"),
     ],

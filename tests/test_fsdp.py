@@ -10,7 +10,6 @@ import torch
 import transformers
 from conftest import ROOT, launch, read_jsonl, write_jsonl
 
-pytestmark = pytest.mark.long
 # The driver records what the optimizer sees in a run of either script, on each rank.
 DRIVER = """
 import importlib, json, os, sys
@@ -88,7 +87,7 @@ def record(driver, folder, name, ranks, *flags):
     return [torch.load(folder / f"{name}{ranks}.{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_gradients_and_norm_are_grpos(ranks, driver, heldout, tmp_path):
     """A sum over ranks: AdamW would hide a mean. Clipping is active, and ranks finish responses apart."""
     flags = ["--eval_dataset", heldout]
@@ -146,6 +145,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_a_weight_that_nothing_uses_does_not_stop_a_resume(tmp_path):
     """AdamW has no state for it."""
     (tmp_path / "driver.py").write_text(WITH_UNUSED)
