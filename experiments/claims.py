@@ -25,6 +25,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
+import real
 import tyro
 from common import ROOT, curve, label, load, mean, print_commands, print_patch, run_all, table, train
 from held_out import evaluate, held_out_chains, pairs, pass_at
@@ -79,10 +80,6 @@ class Claim:
 RPP, BASELINE, GRPO, RLOO = map(arm, ("reinforce_pp", "reinforce_pp_baseline", "grpo", "rloo"))
 PPO, REMAX, DAPO, MAXRL, RAFT = map(arm, ("ppo", "remax", "dapo", "maxrl", "raft"))
 SIGNED = "experiments/claim_rewards.py:signed"
-BETAS = (0.02, 0.1, 0.5)
-# Chosen so that the final KLs of the scripts overlap: a KL in the loss is weaker than one in the reward.
-HACKING = {script: (0.005, 0.01, 0.02, 0.05) for script in ("reinforce_pp", "rloo", "ppo", "remax")}
-HACKING |= {script: (0.05, 0.1, 0.2, 0.5) for script in ("grpo", "reinforce_pp_baseline")}
 
 
 def beta(value: float, *patches: str) -> dict:
@@ -94,14 +91,21 @@ def puzzles(script: str) -> dict:
     return arm(script, data="puzzles", model="toy/kk/policy", max_response_length=160, num_iterations=100)
 
 
-def hacked(value: float, script: str) -> dict:
-    """Training on the score of the reward model."""
-    return arm(script, reward="toy/reward_model", num_iterations=100, kl_coef=value)
+def smollm2(script: str, *patches: str, **flags) -> dict:
+    """SmolLM2-135M learns to reverse lists of three words, with the flags of real.py."""
+    return arm(script, *patches, data="SmolLM2", **flags)
+
+
+def hacked(script: str) -> dict:
+    """Training on the score of the reward model, with the KL in the metrics but not in the objective."""
+    flags = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "eval_every": 2}
+    flags["eval_dataset"] = "toy/heldout.jsonl"
+    return arm(script, data="reward model", num_iterations=60, kl_coef=1e-9, **flags)
 
 
 def mixed(script: str, *patches: str, **flags) -> dict:
-    """Chains of 2 and of 8 numbers."""
-    return arm(script, *patches, data="2 and 8", **flags)
+    """Chains of 2 and of 10 numbers."""
+    return arm(script, *patches, data="2 and 10", max_response_length=48, **flags)
 
 
 def prompts(number: int, script: str) -> dict:
@@ -125,8 +129,8 @@ CLAIMS = {
     1: Claim(
         "REINFORCE++ generalizes further than other methods to longer chains",
         "2501.03262, Figure 4",
-        [Comparison(RPP, ">", other, "6-10") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)],
-        ["2-5", "6", "8", "10", "6-10"],
+        [Comparison(RPP, ">", other, "6-8") for other in (GRPO, RLOO, PPO, REMAX, DAPO, MAXRL)],
+        ["2-5", "6", "8", "10", "6-8"],
         [BASELINE],
     ),
     2: Claim(
@@ -137,9 +141,10 @@ CLAIMS = {
             Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@1"),
             Comparison(prompts(30, "reinforce_pp"), ">", prompts(30, "grpo"), "pass@16"),
         ],
-        ["late", "pass@1", "pass@16", "6-10"],
+        ["train", "late", "pass@1", "pass@16", "6-8"],
         [
             prompts(30, "reinforce_pp_baseline"),
+            arm("reinforce_pp_baseline", "group_std", data="30 prompts"),
             *(prompts(n, script) for n in (10, 100, 300, 1000) for script in ("grpo", "reinforce_pp")),
             GRPO,
             RPP,
@@ -149,19 +154,13 @@ CLAIMS = {
         "At the same KL, REINFORCE++ exploits a reward model less than other methods",
         "2501.03262, Figure 2",
         [
-            Comparison(
-                [hacked(value, "reinforce_pp") for value in HACKING["reinforce_pp"]],
-                ">",
-                [hacked(value, script) for value in HACKING[script]],
-                "2-5",
-            )
-            for script in HACKING
-            if script != "reinforce_pp"
+            Comparison(hacked("reinforce_pp"), ">", hacked(script), "2-5 at KL 5")
+            for script in ("grpo", "rloo", "ppo", "remax", "reinforce_pp_baseline")
         ],
-        ["kl", "train", "2-5"],
+        [f"{name} at KL {kl}" for name in ("2-5", "score") for kl in (2, 5, 10)],
     ),
     4: Claim(
-        "With global normalization, rewards of -1 and 1 are as good as 0 and 1; without it they are better",
+        "Rewards of -1 and 1 are as good as 0 and 1 with global normalization, and better without it",
         "our question; 2501.03262 uses both",
         [
             Comparison(signed("reinforce_pp"), "≥", RPP, "train"),
@@ -169,18 +168,22 @@ CLAIMS = {
                 signed("reinforce_pp", "no_whitening"), ">", arm("reinforce_pp", "no_whitening"), "train"
             ),
         ],
-        ["train", "2-5", "6-10"],
+        ["train", "2-5", "6-8"],
     ),
     5: Claim(
         "The std of the batch is better than that of the group, and k2 is better than k3",
-        "2501.03262, Equation 12",
+        "2501.03262, REINFORCE++-Baseline",
         [
-            Comparison(beta(0.1), ">", beta(0.1, "group_std"), "6-10"),
-            Comparison(beta(0.1, "k3_for_k2"), ">", beta(0.1, "group_std", "k3_for_k2"), "6-10"),
-            Comparison(beta(0.1), ">", beta(0.1, "k3_for_k2"), "6-10"),
-            Comparison(beta(0.1, "group_std"), ">", beta(0.1, "group_std", "k3_for_k2"), "6-10"),
+            Comparison(first, ">", second, measure)
+            for measure in ("train", "6-8")
+            for first, second in (
+                (beta(0.1), beta(0.1, "group_std")),
+                (beta(0.1, "k3_for_k2"), beta(0.1, "group_std", "k3_for_k2")),
+                (beta(0.1), beta(0.1, "k3_for_k2")),
+                (beta(0.1, "group_std"), beta(0.1, "group_std", "k3_for_k2")),
+            )
         ],
-        ["train", "2-5", "6-10", "kl"],
+        ["train", "2-5", "6-8", "kl"],
     ),
     6: Claim(
         "Global normalization needs large batches, since its bias vanishes only as they grow",
@@ -189,17 +192,17 @@ CLAIMS = {
             *(Comparison(RPP, ">", arm("reinforce_pp", f"whiten_{size}"), "train") for size in (8, 32)),
             *(Comparison(RPP, ">", batch(size), "2-5") for size in (8, 16, 32)),
         ],
-        ["train", "2-5", "6-10"],
+        ["train", "2-5", "6-8"],
         [batch(64), batch(512)],
     ),
     7: Claim(
-        "GRPO with 2 responses per prompt is as good as with 16",
+        "With equally many responses in all, GRPO with 2 per prompt is as good as with 16",
         "2510.00977",
         [
             Comparison(arm("grpo", samples_per_prompt=2), "≥", arm("grpo", samples_per_prompt=16), measure)
-            for measure in ("train", "6-10")
+            for measure in ("train", "6-8")
         ],
-        ["train", "2-5", "6-10"],
+        ["train", "2-5", "6-8"],
         [arm("grpo", samples_per_prompt=4), GRPO],
     ),
     8: Claim(
@@ -216,10 +219,10 @@ CLAIMS = {
         "Normalization over the batch is more stable than in the group if some rewards are wrong",
         "our question",
         [
-            Comparison(noisy(30, "reinforce_pp"), ">", noisy(30, "grpo"), "2-5"),
-            Comparison(noisy(30, "reinforce_pp_baseline"), ">", noisy(30, "grpo"), "2-5"),
+            Comparison(noisy(30, "reinforce_pp"), ">", noisy(30, "grpo"), "train"),
+            Comparison(noisy(30, "reinforce_pp_baseline"), ">", noisy(30, "grpo"), "train"),
         ],
-        ["2-5", "6-10"],
+        ["train", "2-5", "6-8"],
         [
             noisy(percent, script)
             for percent in (10, 20)
@@ -231,35 +234,36 @@ CLAIMS = {
         "our question; 2501.03262 uses 1",
         [
             Comparison(arm("ppo", gae_lambda=1), ">", PPO, "train"),
-            Comparison(PPO, ">", arm("ppo", gae_lambda=0), "train"),
+            Comparison(PPO, ">", arm("ppo", gae_lambda=0.9), "train"),
+            Comparison(arm("ppo", gae_lambda=0.9), ">", arm("ppo", gae_lambda=0.5), "train"),
+            Comparison(arm("ppo", gae_lambda=0.5), ">", arm("ppo", gae_lambda=0), "train"),
             Comparison(arm("ppo", "critic_from_reward_model"), ">", PPO, "train"),
         ],
-        ["train", "2-5", "6-10"],
-        [arm("ppo", gae_lambda=value) for value in (0.5, 0.9)],
+        ["train", "2-5", "6-8"],
     ),
     11: Claim(
-        "Most of GRPO's gain over REINFORCE comes from dropping groups without a right response, and RAFT is as good",
+        "GRPO gains over REINFORCE mostly by dropping all-wrong groups; training on right responses only is as good",
         "2504.11343",
         [
             Comparison(mixed("grpo"), ">", mixed("grpo", "reinforce", reward=SIGNED), "train"),
             Comparison(mixed("grpo", "drop_all_wrong", reward=SIGNED), "≥", mixed("grpo"), "train"),
-            Comparison(mixed("raft"), "≥", mixed("grpo"), "train"),
+            Comparison(mixed("grpo", "reinforce"), "≥", mixed("grpo"), "train"),
         ],
         ["train", "late", "6", "8", "10"],
-        [mixed("grpo", "drop_equal", reward=SIGNED), mixed("maxrl")],
+        [mixed("grpo", "drop_equal", reward=SIGNED), mixed("raft"), mixed("maxrl")],
     ),
     12: Claim(
         "At equal KL, k1 in the reward generalizes further than k3 in the loss",
         "2512.21852",
         [
             Comparison(
-                [arm("rloo", kl_coef=value) for value in BETAS],
+                [arm("rloo", kl_coef=value) for value in (0.02, 0.1, 0.2, 0.3, 0.5)],
                 ">",
-                [arm("rloo", "k3_in_loss", kl_coef=value) for value in BETAS],
-                "6-10",
+                [arm("rloo", "k3_in_loss", kl_coef=value) for value in (0.02, 0.1, 0.5)],
+                "6-8",
             )
         ],
-        ["kl", "2-5", "6-10"],
+        ["kl", "train", "2-5", "6-8"],
     ),
     13: Claim(
         "REINFORCE++ generalizes further than other methods to Knights and Knaves with more people",
@@ -271,6 +275,28 @@ CLAIMS = {
         ["2", "3", "4", "5", "6", "4-6 people"],
         [puzzles("reinforce_pp_baseline")],
     ),
+    14: Claim(
+        "The same as 11 on SmolLM2-135M: training on right responses only is as good as GRPO",
+        "2504.11343",
+        [
+            Comparison(smollm2("grpo", "reinforce"), "≥", smollm2("grpo"), measure)
+            for measure in ("train", "4 words")
+        ],
+        ["train", "3 words", "3 new words", "4 words"],
+    ),
+    15: Claim(
+        "The same as 12 on SmolLM2-135M: at equal KL, k1 in the reward generalizes further than k3 in the loss",
+        "2512.21852",
+        [
+            Comparison(
+                [smollm2("rloo", kl_coef=value) for value in (0.1, 0.5)],
+                ">",
+                [smollm2("rloo", "k3_in_loss", kl_coef=value) for value in (0.1, 0.5)],
+                "4 words",
+            )
+        ],
+        ["kl", "train", "3 words", "3 new words", "4 words"],
+    ),
 }
 
 
@@ -278,18 +304,18 @@ CLAIMS = {
 
 
 def dataset(folder: Path, data: str, seed: int) -> Path:
-    """The training prompts: those of the toy or of Knights and Knaves, some of them, or chains of 2 and 8."""
+    """The training prompts: those of the toy or of Knights and Knaves, some of them, or chains of 2 and 10."""
     if data == "puzzles":
         return ROOT / "toy" / "kk" / "train.jsonl"
     path = ROOT / "toy" / "train.jsonl"
     lines = path.read_text().splitlines()
-    if data == "toy":
+    if data in ("toy", "reward model"):
         return path
-    if data == "2 and 8":
+    if data == "2 and 10":
         from toy.make_toy import make_chain, prompt, value
 
         rng = random.Random(1)
-        chains = [make_chain(rng, numbers) for _ in range(1000) for numbers in (2, 8)]
+        chains = [make_chain(rng, numbers) for _ in range(1000) for numbers in (2, 10)]
         lines = [json.dumps({"prompt": prompt(chain), "answer": str(value(chain))}) for chain in chains]
     else:
         number = int(data.removesuffix(" prompts"))
@@ -320,6 +346,11 @@ def measure(
     run_dir: Path, script: str, patches: list, data: str, flags: dict, learning_rate: float, seed: int
 ) -> dict:
     """Train and evaluate. A run whose loss is no longer finite counts, with an accuracy of 0."""
+    if data == "SmolLM2":
+        options = real.all_flags(script, seed, "reversal", flags) | {"learning_rate": learning_rate}
+        lines, _ = train(script, options, run_dir, patches=patches)
+        last = {name.removeprefix("eval/score/"): x for name, x in lines[-1].items() if "eval/" in name}
+        return {"greedy": last} | curves_of(lines)
     options = {"dataset": dataset(run_dir.parent, data, seed), "eval_every": 0, "save_every": 0, "seed": seed}
     options |= flags | {"learning_rate": learning_rate}
     groups = held_out_prompts("toy/kk" if data == "puzzles" else "toy")
@@ -337,8 +368,26 @@ def measure(
     passed = {
         f"pass@{k}": round(pass_at(k, result["successes"][group]), 4) for group in sampled for k in (1, 16)
     }
-    curves = {key: in_parts(curve(lines, key)) for key in ("score", "kl") if key in lines[-1]}
-    return {"greedy": result["greedy"]} | passed | curves
+    path = {"path": path_of(lines)} if data == "reward model" else {}
+    return {"greedy": result["greedy"]} | passed | curves_of(lines) | path
+
+
+def curves_of(lines: list[dict]) -> dict[str, list[float]]:
+    """Score and, if it was logged, KL, as means of ten equal parts of the run."""
+    curves = {key: curve(lines, key) for key in ("score", "kl")}
+    return {key: in_parts(values) for key, values in curves.items() if values}
+
+
+def path_of(lines: list[dict]) -> list[list[float]]:
+    """KL, score and accuracy at each evaluation. KL and score are means over the five iterations around it."""
+    sampled = {line["iteration"]: line for line in lines if "kl" in line}
+    path = []
+    for line in lines:
+        if "eval/score/2-5" in line:
+            around = [sampled[i] for i in range(line["iteration"] - 2, line["iteration"] + 3) if i in sampled]
+            means = [round(mean([x[key] for x in around]), 4) for key in ("kl", "score")]
+            path.append([*means, line["eval/score/2-5"]])
+    return path
 
 
 @cache
@@ -353,30 +402,46 @@ def best_rate(script: str) -> float:
 
 def rate_of(one: dict) -> float:
     """The learning rate of an arm."""
-    return RATES[0] if one["data"] == "puzzles" else best_rate(one["script"])
+    fixed = {"puzzles": RATES[0], "SmolLM2": real.FLAGS["learning_rate"]}
+    return fixed.get(one["data"]) or best_rate(one["script"])
 
 
 def seeds_of(one: dict) -> tuple[int, ...]:
-    """The seeds of an arm. A run on Knights and Knaves takes ten times as long as one on the toy."""
-    return SEEDS[:5] if one["data"] == "puzzles" else SEEDS
+    """The seeds of an arm, fewer where a run takes long."""
+    return SEEDS[: {"puzzles": 5, "SmolLM2": 3}.get(one["data"], 10)]
 
 
 # --- statistics ---
 
 
 def value(run: dict, measure: str) -> float:
-    """A measure of one run: sampled score, KL, pass@k on 2-5, accuracy of greedy responses by length. Else NaN."""
+    """A measure of one run: sampled accuracy, KL, pass@k on 2-5, accuracy of greedy responses by length. Else NaN."""
     if run.get("diverged"):
         return math.nan if measure == "kl" else 0.0
     if measure in ("train", "late"):
         score = mean(run["score"] if measure == "train" else run["score"][5:])
-        return (score + 1) / 2 if run["flags"].get("reward") == SIGNED else score
+        reward = run["flags"].get("reward", "")
+        if reward == SIGNED:
+            return (score + 1) / 2
+        noise = int(reward.rpartition("flip_")[2]) / 100 if "flip_" in reward else 0
+        return (score - noise) / (1 - 2 * noise)  # the accuracy before the flips
+    if " at KL " in measure:
+        return at_first(run.get("path", []), *measure.split(" at KL "))
     if measure == "kl":
         return run.get("kl", [math.nan])[-1]
     if measure.startswith("pass@"):
         return run.get(measure, math.nan)
-    parts = {"6-10": ("6", "8", "10"), "4-6 people": ("4", "5", "6")}
+    parts = {"6-8": ("6", "8"), "4-6 people": ("4", "5", "6")}
     return mean([run["greedy"].get(group, math.nan) for group in parts.get(measure, (measure,))])
+
+
+def at_first(path: list[list[float]], name: str, kl: float) -> float:
+    """Score or accuracy where the KL first reaches this value. NaN if it never does."""
+    kls, scores, accuracies = zip(*path) if path else ([0.0], [], [])
+    highest = np.maximum.accumulate(kls)
+    if highest[-1] < float(kl):
+        return math.nan
+    return float(np.interp(float(kl), highest, scores if name == "score" else accuracies))
 
 
 @cache
@@ -418,7 +483,7 @@ def at_kl(kl: float, kls: list[np.ndarray], means: list[np.ndarray]) -> np.ndarr
 def shared_kl(sides: list[list[dict]]) -> float:
     """The middle of the range of KLs that both sides have; NaN if there is none."""
     ranges = [[values(one, "kl").mean() for one in side] for side in sides]
-    low, high = max(map(min, ranges)), min(map(max, ranges))
+    low, high = np.max([np.min(x) for x in ranges]), np.min([np.max(x) for x in ranges])  # NaN stays NaN
     return (low + high) / 2 if low <= high else math.nan
 
 
@@ -475,12 +540,22 @@ def verdict(number: int) -> str:
 
 
 def name_of(one: dict | list[dict]) -> str:
-    """Script, flags, patches and data of an arm."""
+    """Script, flags, patches and data of an arm, without the flags that all arms with these data have."""
     if isinstance(one, list):  # in several beta
         return label(one[0] | {"flags": {}})
-    if one["data"] == "puzzles":  # with the same flags everywhere
-        one = one | {"flags": {}}
-    return label(one) + ("" if one["data"] == "toy" else f", {one['data']}")
+    everywhere = {"puzzles": puzzles, "reward model": hacked, "2 and 10": mixed}.get(one["data"], arm)("")[
+        "flags"
+    ]
+    flags = {name: value for name, value in one["flags"].items() if name not in everywhere}
+    return label(one | {"flags": flags}) + ("" if one["data"] == "toy" else f", {one['data']}")
+
+
+def measure_of(comparison: Comparison) -> str:
+    """The measure of a comparison, and the KL at which several arms are compared."""
+    if isinstance(comparison.first, list):
+        kl = shared_kl([comparison.first, comparison.second])
+        return f"{comparison.measure} at KL {kl:.2f}"
+    return comparison.measure
 
 
 def show(found: tuple[float, float, float]) -> str:
@@ -494,11 +569,15 @@ def summary() -> None:
         decisive = [name for name, _ in outcomes(number)].index(verdict(number))
         comparison, (_, found) = claim.comparisons[decisive], outcomes(number)[decisive]
         names = [name_of(side) for side in (comparison.first, comparison.second)]
-        text = f"{show(found)} in {comparison.measure}: {names[0]} - {names[1]}" if found else ""
+        text = f"{show(found)} in {measure_of(comparison)}: {names[0]} - {names[1]}" if found else ""
         rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, verdict(number), text])
     table(["", "claim", "source", "verdict", "A - B that decides"], rows)
-    counts = Counter(verdict(number) for number in CLAIMS)
-    print(", ".join(f"{name}: {count}" for name, count in counts.most_common()) + "\n")
+    for kind, is_ours in (("Claims of papers", False), ("Our questions", True)):
+        verdicts = [verdict(n) for n, claim in CLAIMS.items() if claim.source.startswith("our") == is_ours]
+        counts = ", ".join(f"{name} {count}" for name, count in Counter(verdicts).most_common())
+        print(f"- {kind}: {counts}.")
+    diverged = sum(run.get("diverged", False) for run in committed())
+    print(f"- Diverged: {diverged} of {len(committed())} runs.\n")
 
 
 def statement(number: int) -> None:
@@ -513,9 +592,8 @@ def details(number: int) -> None:
     rows = []
     for comparison, (name, found) in zip(claim.comparisons, outcomes(number)):
         names = [name_of(side) for side in (comparison.first, comparison.second)]
-        rows.append(
-            [names[0], comparison.relation, names[1], comparison.measure, show(found) if found else "", name]
-        )
+        shown = show(found) if found else ""
+        rows.append([names[0], comparison.relation, names[1], measure_of(comparison), shown, name])
     table(["A", "", "B", "measure", "A - B [interval]", "verdict"], rows)
     rows = []
     for one in claim.arms():
@@ -539,11 +617,11 @@ def rates() -> None:
         runs = [run for run in load("rates")["runs"] if run["script"] == script]
         cells = [
             f"{mean([value(run, measure) for run in runs if run['learning_rate'] == rate]):.3f}"
-            for measure in ("late", "6-10")
+            for measure in ("late", "6-8")
             for rate in RATES
         ]
         rows.append([f"`{script}.py`", *cells, f"{best_rate(script):g}"])
-    heads = [f"{measure}, {rate:g}" for measure in ("late", "6-10") for rate in RATES]
+    heads = [f"{measure}, {rate:g}" for measure in ("late", "6-8") for rate in RATES]
     table(["script", *heads, "best"], rows)
 
 
