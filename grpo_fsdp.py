@@ -65,8 +65,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
-    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and gathered weights; shards: float32
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # torch has no FSDP on mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and gathered weights; shards stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -300,7 +300,7 @@ def shard(args, model, device):
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
             ),
-            reshard_after_forward=True,  # the whole model too, so that its dtype is float32 again
+            reshard_after_forward=True,  # the whole model too: model.dtype must be float32 again
         )
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
         part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
@@ -308,7 +308,7 @@ def shard(args, model, device):
 
 @contextmanager
 def gathered(model):
-    """All weights are on every rank, so that it can sample without the others."""
+    """Keep all weights on every rank, so that each samples on its own."""
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     model.set_reshard_after_forward(False)
     for part in parts:
@@ -482,7 +482,7 @@ def main(args):
     weights = get_model_state_dict(policy, options=WHOLE)  # all ranks gather, rank 0 writes
     if RANK == 0:
         for name in policy.all_tied_weights_keys:
-            del weights[name]  # from_pretrained ties it to its twin again
+            del weights[name]  # tied: from_pretrained restores it
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)

@@ -291,7 +291,7 @@ def add_adapter(args, model):
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # deprecated, and peft reads it
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
     return peft.get_peft_model(model, config)
 
 
@@ -454,7 +454,7 @@ def main(args):
     if RANK == 0:
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder / "adapter")
-            # In float32, since merging rounds the weights, and on the CPU, since they may not fit on the GPU.
+            # In float32, since a bfloat16 sum would be rounded; on the CPU, since it may not fit on the GPU.
             policy.cpu().float().merge_and_unload().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     if dist.is_initialized():

@@ -1,14 +1,14 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers<5.20", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#                 "vllm==0.32.0"]  # which needs an older transformers
+#                 "vllm==0.32.0"]  # needs transformers < 5.20
 # ///
 # variant of grpo.py
 """GRPO with vLLM: its engine samples in the same process, and receives the new weights after each update.
 
 Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
 exactly pi_theta's. The responses come from vLLM, so pi_old is its distribution, and the ratio corrects for
-the difference:
+the difference, except where it is clipped:
 
     pi_old(o_t) = softmax(z_t / temperature)[o_t]         z_t: the logits that vLLM computes
     rho_t       = pi_theta(o_t) / pi_old(o_t)             near 1 before the update
@@ -78,7 +78,7 @@ class Args:
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # tokens of a response at most; one without EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    kv_cache_gib: float = 1.0  # vLLM's keys and values on each rank: at least one sequence; the others wait
+    kv_cache_gib: float = 1.0  # vLLM's keys and values on each rank; sequences that do not fit wait
     # Reward. A function is called with the lists prompts=, completions=, truncated= and one of each column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -192,11 +192,11 @@ def start_engine(args, policy, max_length):
         not has_experts,
         f"--model {args.model}: has experts, whose sync into vLLM failed in tests; use a dense model",
     )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # here, so that sync_weights can pass tensors
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: sync_weights passes tensors
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with explain(f"vLLM with --model {args.model}", "install vllm, or change --model or --kv_cache_gib"):
-        import vllm
+        import vllm  # after its variables are set
 
         engine = vllm.LLM(
             locate(args.model),
@@ -205,9 +205,9 @@ def start_engine(args, policy, max_length):
             dtype=args.dtype,
             max_model_len=max_length,
             kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # must be free at the start; has no effect on the cache
+            gpu_memory_utilization=0.01,  # this part of the memory must be free; the cache has its own size
             logprobs_mode="processed_logprobs",  # divided by the temperature
-            # On some CPUs vLLM keeps a packed copy of tied weights, which a sync would leave old.
+            # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
             hf_overrides={"tie_word_embeddings": False},
             enforce_eager=policy.device.type == "cpu",
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
@@ -219,7 +219,7 @@ def start_engine(args, policy, max_length):
 def sync_weights(engine, policy):
     """Copy the policy's weights into vLLM, and drop what it has cached with the old ones."""
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": policy.state_dict().items()})
-    engine.reset_prefix_cache()
+    check(engine.reset_prefix_cache(), "vLLM has kept prompts that it read with the old weights")
 
 
 def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
@@ -244,7 +244,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
     old_logprobs = torch.zeros(len(sequences), T, device=device)
     truncated = torch.zeros_like(prompt_index, dtype=torch.bool)  # (B,)
 
-    # From torch's generator, which main seeds for each iteration and rank. vLLM adds 0 ... n - 1 to a seed.
+    # One per prompt, from the generator that main seeds. vLLM adds 0 ... n - 1 for its responses.
     seeds = torch.randint(2**62, (len(prompts),)).tolist()
     settings = [
         vllm.SamplingParams(
@@ -480,7 +480,7 @@ def main(args):
         with replacing(run_dir / "model") as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    engine.llm_engine.engine_core.shutdown()  # before the process group is destroyed
+    engine.llm_engine.engine_core.shutdown()  # ends the process group, too
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -752,6 +752,7 @@ def find_run(args):
         old_flags = json.loads((run_dir / "args.json").read_text())
         may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
         may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
+        may_change += ["kv_cache_gib"]
         if args.lr_schedule == "constant_with_warmup":  # others depend on num_iterations
             may_change += ["num_iterations"]
         changed = [

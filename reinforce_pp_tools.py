@@ -71,7 +71,7 @@ class Args:
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 48  # tokens of a response at most; one without EOS by then is truncated
+    max_response_length: int = 48  # tokens of a response and its answers; truncated without an EOS by then
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
     tool: str = "toy/tools/calculator.py:calculate"  # file.py:function: response so far -> answer or None
@@ -210,8 +210,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     # The ids of an answer wait here until their column comes; -1 where the policy samples.
     answer_ids = torch.full_like(sequences[:, P:], -1)  # (B, T)
     num_calls = torch.zeros_like(prompt_index)  # (B,)
-    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)  # cached
-    end_ids = torch.tensor([*end_ids, *eos.tolist()], device=device)  # may end a call
+    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
+    end_ids = torch.tensor([*end_ids, *eos.tolist()], device=device)  # tokens that may end a call
     active = torch.arange(len(sequences), device=device)  # (b,) the rows that are still in the forward pass
     with sampling_cache(args, model) as cache:  # keys and values; no gradients in here
         # Each prompt is read once. Its logits and its row of the cache are then repeated for its responses.
@@ -232,16 +232,16 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
             finished[active] |= torch.isin(tokens, eos).squeeze(1)
-            # Rows whose sampled token may end a call ask the tool, one after the other. The mask is 0 in rows
-            # that finished earlier.
+            # Rows whose sampled token may end a call ask the tool, one after the other.
             may_call = (torch.isin(tokens, end_ids) & (answer_tokens < 0)).squeeze(1)  # (b,)
+            # The mask is 0 in rows that finished earlier.
             may_call &= attention_mask[active, P + t].bool() & (num_calls[active] < args.max_calls)
             may_call &= t < T - 1  # the last token leaves no room for an answer
             for row in active[may_call].tolist():
                 ids = ask(tool, tokenizer, sequences[row, P : P + t + 1])[: T - t - 1]
                 answer_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # Not finished: the EOS belongs to an answer (column t), or an answer follows it (column t + 1).
+            # An EOS does not finish a row if the tool wrote it (column t) or answers it (column t + 1).
             finished[active] &= (answer_ids[active, t : t + 2] < 0).all(1)
 
             # Finished rows leave once they are a quarter of the batch, so that a few long rows cost little.

@@ -92,7 +92,7 @@ def comparison() -> None:
     results = load("agreement")
     rows(results["runs"])
     rest = max(run["then"] for run in results["runs"] if run["note"])
-    print(f"With the lines replaced, the largest remaining difference is {rest:.0e}.")
+    print(f"With these lines replaced, their largest difference is {rest:.0e}.")
     print(f"Versions: {results['made']['versions']}.\n")
 
 

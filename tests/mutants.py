@@ -128,7 +128,7 @@ MUTANTS = {
     ],
     "test_vllm.py -m vllm": [
         ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
-        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "engine.reset_prefix_cache()", "pass"),
+        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "engine.reset_prefix_cache()", "True"),
         (
             "vllm: one seed for all prompts",
             "grpo_vllm.generate",

@@ -180,7 +180,12 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(toy, tmp_path):
     flags = {"model": toy, "save_every": 1, "eval_every": 2, "log_every": 1, "kv_cache_gib": 0.1}
     run("grpo_vllm", **flags, num_iterations=4, run_dir=tmp_path / "whole")
     run("grpo_vllm", **flags, num_iterations=2, run_dir=tmp_path / "resumed")
-    command = ["grpo_vllm.py", *words_of(**flags, num_iterations=4, run_dir=tmp_path / "resumed")]
+    flags |= {
+        "num_iterations": 4,
+        "kv_cache_gib": 0.2,
+        "run_dir": tmp_path / "resumed",
+    }  # another cache is allowed
+    command = ["grpo_vllm.py", *words_of(**flags)]
     small = words_of(batch_size=16, max_response_length=8, device="cpu")
     launch(*command, *small, cwd=ROOT)  # in another process
     one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
