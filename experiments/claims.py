@@ -33,7 +33,8 @@ from held_out import evaluate, held_out_chains, pairs, pass_at
 SEEDS = tuple(range(1, 11))
 RATE_SEEDS = (101, 102, 103)
 RATES = (2e-4, 4e-4, 8e-4)
-MARGINS = {"train": 0.01, "late": 0.01}  # differences below this do not matter; 0.05 for all other measures
+# Differences below the margin do not matter. It is 0.05 for all other measures.
+MARGINS = {"train": 0.01, "late": 0.01, "4-5 people": 0.02}
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Claim:
 
 
 RPP, BASELINE, GRPO, RLOO = map(arm, ("reinforce_pp", "reinforce_pp_baseline", "grpo", "rloo"))
-PPO, REMAX, DAPO, MAXRL, RAFT = map(arm, ("ppo", "remax", "dapo", "maxrl", "raft"))
+PPO, REMAX, DAPO, MAXRL = map(arm, ("ppo", "remax", "dapo", "maxrl"))
 SIGNED = "experiments/claim_rewards.py:signed"
 
 
@@ -88,12 +89,12 @@ def beta(value: float, *patches: str) -> dict:
 
 def puzzles(script: str) -> dict:
     """Knights and Knaves."""
-    return arm(script, data="puzzles", model="toy/kk/policy", max_response_length=160, num_iterations=100)
+    return arm(script, data="puzzles", model="toy/kk/policy", max_response_length=160, num_iterations=60)
 
 
 def smollm2(script: str, *patches: str, **flags) -> dict:
-    """SmolLM2-135M learns to reverse lists of three words, with the flags of real.py."""
-    return arm(script, *patches, data="SmolLM2", **flags)
+    """SmolLM2-135M learns to reverse lists of three words, with the flags of real.py but fewer iterations."""
+    return arm(script, *patches, data="SmolLM2", num_iterations=12, **flags)
 
 
 def hacked(script: str) -> dict:
@@ -269,10 +270,10 @@ CLAIMS = {
         "REINFORCE++ generalizes further than other methods to Knights and Knaves with more people",
         "2501.03262, Table 2",
         [
-            Comparison(puzzles("reinforce_pp"), ">", puzzles(other), "4-6 people")
+            Comparison(puzzles("reinforce_pp"), ">", puzzles(other), "4-5 people")
             for other in ("grpo", "rloo", "ppo", "remax", "dapo", "maxrl")
         ],
-        ["2", "3", "4", "5", "6", "4-6 people"],
+        ["2", "3", "4", "5", "6", "4-5 people"],
         [puzzles("reinforce_pp_baseline")],
     ),
     14: Claim(
@@ -431,7 +432,7 @@ def value(run: dict, measure: str) -> float:
         return run.get("kl", [math.nan])[-1]
     if measure.startswith("pass@"):
         return run.get(measure, math.nan)
-    parts = {"6-8": ("6", "8"), "4-6 people": ("4", "5", "6")}
+    parts = {"6-8": ("6", "8"), "4-5 people": ("4", "5")}
     return mean([run["greedy"].get(group, math.nan) for group in parts.get(measure, (measure,))])
 
 
@@ -543,9 +544,8 @@ def name_of(one: dict | list[dict]) -> str:
     """Script, flags, patches and data of an arm, without the flags that all arms with these data have."""
     if isinstance(one, list):  # in several beta
         return label(one[0] | {"flags": {}})
-    everywhere = {"puzzles": puzzles, "reward model": hacked, "2 and 10": mixed}.get(one["data"], arm)("")[
-        "flags"
-    ]
+    makers = {"puzzles": puzzles, "reward model": hacked, "2 and 10": mixed, "SmolLM2": smollm2}
+    everywhere = makers.get(one["data"], arm)("")["flags"]
     flags = {name: value for name, value in one["flags"].items() if name not in everywhere}
     return label(one | {"flags": flags}) + ("" if one["data"] == "toy" else f", {one['data']}")
 
