@@ -1,6 +1,6 @@
 """Claims of the papers, each tried over seeds: docs/evidence.md.
 
-    python experiments/claims.py                    all of them: hours on two cores; an interrupted call resumes
+    python experiments/claims.py                    all of them: 5 hours on two cores; an interrupted call resumes
     python experiments/claims.py --claims 4 5       some of them
     python experiments/claims.py --no_run           only draw and print the committed results
 

@@ -89,6 +89,19 @@ def test_a_diverged_run_has_an_accuracy_of_0():
     assert [claims.value(run, measure) for measure in ("8", "train", "late", "pass@1")] == [0.0] * 4
 
 
+def test_train_is_the_accuracy_before_the_flips():
+    run = runs(A, [0.5])[0] | {"score": [0.66] * 10, "flags": {"reward": "claim_rewards.py:flip_30"}}
+    assert claims.value(run, "train") == pytest.approx(0.9)  # 0.9 x 0.7 + 0.1 x 0.3
+
+
+def test_accuracy_is_read_where_the_kl_first_reaches_a_value():
+    path = [[0, 0, 1.0], [4, 1, 0.8], [2, 1, 0.7], [6, 2, 0.4]]  # KL, score, accuracy
+    found = [claims.value({"path": path}, f"{name} at KL 5") for name in ("2-5", "score")]
+    assert found == pytest.approx([0.55, 1.5])
+    assert claims.value({"path": path}, "2-5 at KL 2") == pytest.approx(0.9)
+    assert np.isnan(claims.value({"path": path}, "2-5 at KL 10"))
+
+
 @pytest.mark.parametrize(
     "patch", sorted((ROOT / "experiments" / "patches").glob("*.patch")), ids=lambda x: x.stem
 )
