@@ -198,7 +198,7 @@ CLAIMS = {
     ),
     7: Claim(
         "With equally many responses in all, GRPO with 2 per prompt is as good as with 16",
-        "2510.00977",
+        "variant of 2510.00977",
         [
             Comparison(arm("grpo", samples_per_prompt=2), "≥", arm("grpo", samples_per_prompt=16), measure)
             for measure in ("train", "6-8")
@@ -277,7 +277,7 @@ CLAIMS = {
         [puzzles("reinforce_pp_baseline")],
     ),
     14: Claim(
-        "The same as 11 on SmolLM2-135M: training on right responses only is as good as GRPO",
+        "On SmolLM2-135M, training on right responses only is as good as GRPO",
         "2504.11343",
         [
             Comparison(smollm2("grpo", "reinforce"), "≥", smollm2("grpo"), measure)
@@ -286,7 +286,7 @@ CLAIMS = {
         ["train", "3 words", "3 new words", "4 words"],
     ),
     15: Claim(
-        "The same as 12 on SmolLM2-135M: at equal KL, k1 in the reward generalizes further than k3 in the loss",
+        "On SmolLM2-135M, at equal KL, k1 in the reward generalizes further than k3 in the loss",
         "2512.21852",
         [
             Comparison(
@@ -481,20 +481,24 @@ def at_kl(kl: float, kls: list[np.ndarray], means: list[np.ndarray]) -> np.ndarr
     return np.array(results)
 
 
-def shared_kl(sides: list[list[dict]]) -> float:
-    """The middle of the range of KLs that both sides have; NaN if there is none."""
+def shared_kls(comparison: Comparison) -> np.ndarray:
+    """Five KLs (5,) from the lowest to the highest that both sides have; NaN if there is none."""
+    sides = (comparison.first, comparison.second)
     ranges = [[values(one, "kl").mean() for one in side] for side in sides]
     low, high = np.max([np.min(x) for x in ranges]), np.min([np.max(x) for x in ranges])  # NaN stays NaN
-    return (low + high) / 2 if low <= high else math.nan
+    return np.linspace(low, high, 5) if low <= high else np.full(5, math.nan)
 
 
-def difference(comparison: Comparison, error: float) -> tuple[float, float, float] | None:
-    """First minus second: the mean over the seeds, and its interval. None while runs are missing."""
+def difference(comparison: Comparison, error: float, kl: float = 0) -> tuple[float, float, float] | None:
+    """First minus second: the mean over the seeds, and its interval. None while runs are missing.
+
+    Sides with several betas are compared at this KL.
+    """
     sides = [side if isinstance(side, list) else [side] for side in (comparison.first, comparison.second)]
     num_seeds = len(seeds_of(sides[0][0]))
     if any(len(values(one, comparison.measure)) < num_seeds for side in sides for one in side):
         return None
-    kl, samples, results = shared_kl(sides), resample(num_seeds), []
+    samples, results = resample(num_seeds), []
     for side in sides:
         kls, means = (
             [values(one, measure)[samples].mean(1) for one in side] for measure in ("kl", comparison.measure)
@@ -509,11 +513,11 @@ HOLDS, FAILS, UNKNOWN, MISSING = "holds here", "does not hold here", "cannot tel
 def judge(relation: str, low: float, high: float, margin: float) -> str:
     """The verdict on A > B (better) or A ≥ B (as good), if A - B is between low and high.
 
-    A > B does not hold if an advantage of the margin is excluded, and holds if A - B is above 0 otherwise.
+    A > B holds if A - B is above 0, and does not hold if an advantage of the margin is excluded.
     A ≥ B holds if a deficit of the margin is excluded, and does not hold if the deficit is larger.
     """
     if relation == ">":
-        return FAILS if high < margin else HOLDS if low > 0 else UNKNOWN
+        return HOLDS if low > 0 else FAILS if high < margin else UNKNOWN
     return HOLDS if low > -margin else FAILS if high < -margin else UNKNOWN
 
 
@@ -523,7 +527,8 @@ def outcomes(number: int) -> list[tuple]:
     results = []
     comparisons = CLAIMS[number].comparisons
     for comparison in comparisons:
-        found = difference(comparison, error=0.05 / len(comparisons))
+        kl = shared_kls(comparison)[2] if isinstance(comparison.first, list) else 0
+        found = difference(comparison, 0.05 / len(comparisons), kl)
         name = MISSING
         if found:
             name = judge(comparison.relation, *found[1:], MARGINS.get(comparison.measure, 0.05))
@@ -553,8 +558,7 @@ def name_of(one: dict | list[dict]) -> str:
 def measure_of(comparison: Comparison) -> str:
     """The measure of a comparison, and the KL at which several arms are compared."""
     if isinstance(comparison.first, list):
-        kl = shared_kl([comparison.first, comparison.second])
-        return f"{comparison.measure} at KL {kl:.2f}"
+        return f"{comparison.measure} at KL {shared_kls(comparison)[2]:.2f}"
     return comparison.measure
 
 
@@ -570,14 +574,17 @@ def summary() -> None:
         comparison, (_, found) = claim.comparisons[decisive], outcomes(number)[decisive]
         names = [name_of(side) for side in (comparison.first, comparison.second)]
         text = f"{show(found)} in {measure_of(comparison)}: {names[0]} - {names[1]}" if found else ""
-        rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, verdict(number), text])
-    table(["", "claim", "source", "verdict", "A - B that decides"], rows)
+        counts = Counter(name for name, _ in outcomes(number))
+        parts = ", ".join(f"{count} x {name.removesuffix(' here')}" for name, count in counts.items())
+        shown = f"**{verdict(number)}**" + (f" ({parts})" if len(claim.comparisons) > 1 else "")
+        rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, shown, text])
+    table(["", "claim", "source", "verdict (of its comparisons)", "A - B that decides"], rows)
     for kind, is_ours in (("Claims of papers", False), ("Our questions", True)):
         verdicts = [verdict(n) for n, claim in CLAIMS.items() if claim.source.startswith("our") == is_ours]
         counts = ", ".join(f"{name} {count}" for name, count in Counter(verdicts).most_common())
         print(f"- {kind}: {counts}.")
     diverged = sum(run.get("diverged", False) for run in committed())
-    print(f"- Diverged: {diverged} of {len(committed())} runs.\n")
+    print(f"- Stopped because the loss was not finite: {diverged} of {len(committed())} runs.\n")
 
 
 def statement(number: int) -> None:
@@ -595,6 +602,11 @@ def details(number: int) -> None:
         shown = show(found) if found else ""
         rows.append([names[0], comparison.relation, names[1], measure_of(comparison), shown, name])
     table(["A", "", "B", "measure", "A - B [interval]", "verdict"], rows)
+    for comparison, (_, found) in zip(claim.comparisons, outcomes(number)):
+        if found and isinstance(comparison.first, list):
+            kls = shared_kls(comparison)
+            cells = [show(difference(comparison, 0.05 / len(claim.comparisons), kl)) for kl in kls]
+            table(["at KL", *(f"{kl:.2f}" for kl in kls)], [["A - B", *cells]])
     rows = []
     for one in claim.arms():
         cells = []

@@ -50,10 +50,13 @@ def test_paired_differences_decide(verdict_of):
     assert verdict_of(rows, Comparison(B, ">", A, "8"), not_run) == FAILS  # whatever the other says
 
 
-def test_a_difference_below_the_margin_is_none(verdict_of):
-    base = np.linspace(0.1, 0.8, 10)
+def test_a_difference_below_the_margin(verdict_of):
+    """If it is certain, A is better, and B as good. If it may be 0, A is not better."""
+    base, noise = np.linspace(0.1, 0.8, 10), np.array([0.03, -0.01] * 5)
     rows = runs(A, [*(base + 0.02)]) + runs(B, [*base])
     assert verdict_of(rows, Comparison(B, "≥", A, "8")) == HOLDS
+    assert verdict_of(rows, Comparison(A, ">", B, "8")) == HOLDS
+    rows = runs(A, [*(base + noise)]) + runs(B, [*base])
     assert verdict_of(rows, Comparison(A, ">", B, "8")) == FAILS
 
 
