@@ -44,7 +44,7 @@ docs: .venv/group-docs web/node_modules
 	.venv/bin/python web/make_site.py
 
 test-docs: docs .venv/group-web
-	.venv/bin/python -m pytest -n 0 -m web -rP tests/web
+	.venv/bin/python -m pytest -m web tests/web
 
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
