@@ -287,7 +287,7 @@ def choose_prompts(args, dataset, num_prompts, completed):
 
 
 def shard(args, model, device):
-    """Split weights, gradients and AdamW's moments over the ranks. All must make equally many passes."""
+    """Split weights, gradients and AdamW's moments over ranks. All ranks must make equally many passes."""
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     layers = [
         x for x in model.modules() if isinstance(x, transformers.modeling_layers.GradientCheckpointingLayer)
@@ -300,7 +300,7 @@ def shard(args, model, device):
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
             ),
-            reshard_after_forward=True,  # the whole model too: model.dtype must be float32 again
+            reshard_after_forward=True,  # the root too: token_logprobs needs model.dtype float32 again
         )
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
         part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
@@ -343,7 +343,7 @@ def make_optimizer(args, model, learning_rate):
 
 def optimizer_step(args, model, optimizer):
     """Clip the norm of the gradients and step. Returns the norm before clipping."""
-    # backward() has summed the gradients over ranks. Each rank holds a part; full_tensor() is their norm.
+    # backward() has summed the gradients over ranks. Each holds a part; full_tensor() is the norm of all.
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor()
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
     optimizer.step()

@@ -205,11 +205,11 @@ def start_engine(args, policy, max_length):
             dtype=args.dtype,
             max_model_len=max_length,
             kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # this part of the memory must be free; the cache has its own size
+            gpu_memory_utilization=0.01,  # only checked at the start; kv_cache_memory_bytes sets the size
             logprobs_mode="processed_logprobs",  # divided by the temperature
             # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
             hf_overrides={"tie_word_embeddings": False},
-            enforce_eager=policy.device.type == "cpu",
+            enforce_eager=policy.device.type == "cpu",  # no compilation on a CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
         )
         sync_weights(engine, policy)
@@ -219,7 +219,7 @@ def start_engine(args, policy, max_length):
 def sync_weights(engine, policy):
     """Copy the policy's weights into vLLM, and drop what it has cached with the old ones."""
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": policy.state_dict().items()})
-    check(engine.reset_prefix_cache(), "vLLM has kept prompts that it read with the old weights")
+    check(engine.reset_prefix_cache(), "vLLM could not drop prompts cached with the old weights")
 
 
 def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
@@ -232,7 +232,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
         entropy (B, T): its estimate from the sampled token, -old_logprobs
         truncated (B,): True if the response has no EOS
     """
-    import vllm
+    import vllm  # start_engine has set its variables
 
     device = model.device
     prompt_ids, prompt_mask = left_pad(prompts, device)
@@ -244,7 +244,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
     old_logprobs = torch.zeros(len(sequences), T, device=device)
     truncated = torch.zeros_like(prompt_index, dtype=torch.bool)  # (B,)
 
-    # One per prompt, from the generator that main seeds. vLLM adds 0 ... n - 1 for its responses.
+    # One per prompt, drawn after main has seeded torch; response j of a prompt gets seed + j.
     seeds = torch.randint(2**62, (len(prompts),)).tolist()
     settings = [
         vllm.SamplingParams(
