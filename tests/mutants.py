@@ -27,69 +27,30 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # made by make test-vllm
 SKIPPED = [".git", ".venv*", "site", "node_modules", "smollm2", "runs", "__pycache__", ".*_cache", "*.png"]
 
 # The tests that must fail: what is wrong, in which function of which script, what is there once, what it becomes
+# fmt: off
 MUTANTS = {
     "test_estimators.py": [
         ("kl with the wrong sign", "reinforce_pp.compute_advantages", "- args.kl_coef", "+ args.kl_coef"),
         ("kl of padding", "reinforce_pp.compute_advantages", ".masked_fill(~mask, 0.0)", ".nan_to_num(1.0)"),
-        (
-            "returns from the left",
-            "reinforce_pp.compute_advantages",
-            "kl.flip(1).cumsum(1).flip(1)",
-            "kl.cumsum(1)",
-        ),
+        ("returns from the left", "reinforce_pp.compute_advantages", "kl.flip(1).cumsum(1).flip(1)", "kl.cumsum(1)"),
         ("advantages with a gradient", "reinforce_pp.compute_advantages", "@torch.no_grad()", ""),
         ("k3 upside down", "grpo.policy_loss", "log_ref_ratio.exp() - 1 -", "(-log_ref_ratio).exp() - 1 +"),
-        (
-            "k2 of the old policy",
-            "reinforce_pp_baseline.policy_loss",
-            "] - logprobs",
-            '] - batch["old_logprobs"]',
-        ),
+        ("k2 of the old policy", "reinforce_pp_baseline.policy_loss", "] - logprobs", '] - batch["old_logprobs"]'),
         ("padding in the loss", "grpo.policy_loss", "clipped).masked_fill(~mask, 0.0)", "clipped)"),
-        (
-            "equal scores count",
-            "grpo.compute_advantages",
-            "advantages.masked_fill(all_equal, 0.0)",
-            "advantages",
-        ),
+        ("equal scores count", "grpo.compute_advantages", "advantages.masked_fill(all_equal, 0.0)", "advantages"),
         ("std with k", "grpo.compute_advantages", "groups.std(1,", "groups.std(1, correction=0,"),
-        (
-            "token mean in grpo",
-            "grpo.policy_loss",
-            "token_losses.sum(1) / mask.sum(1)",
-            "token_losses.mean(1)",
-        ),
+        ("token mean in grpo", "grpo.policy_loss", "token_losses.sum(1) / mask.sum(1)", "token_losses.mean(1)"),
         ("clip with max", "grpo.policy_loss", "torch.min(", "torch.max("),
-        (
-            "rloo: own score",
-            "rloo.compute_advantages",
-            "(groups - others)",
-            "(groups - groups.mean(1)[:, None])",
-        ),
-        (
-            "dr_grpo: divided by the length",
-            "dr_grpo.policy_loss",
-            "/ args.max_response_length",
-            "/ mask.sum(1)",
-        ),
+        ("rloo: own score", "rloo.compute_advantages", "(groups - others)", "(groups - groups.mean(1)[:, None])"),
+        ("dr_grpo: divided by the length", "dr_grpo.policy_loss", "/ args.max_response_length", "/ mask.sum(1)"),
         ("gspo: no mean", "gspo.policy_loss", "/ mask.sum(1, keepdim=True)", ""),
         ("cispo: weight with a gradient", "cispo.policy_loss", "clip_eps_high).detach()", "clip_eps_high)"),
         ("sapo: the other tau", "sapo.policy_loss", "advantages > 0", "advantages < 0"),
         ("sapo: slope 1/4", "sapo.policy_loss", "4 / tau", "1 / tau"),
         ("dppo: against the advantage", "dppo.policy_loss", "change < -args.delta", "change > args.delta"),
-        (
-            "dppo: weight with a gradient",
-            "dppo.policy_loss",
-            "old_logprobs).exp().detach()",
-            "old_logprobs).exp()",
-        ),
+        ("dppo: weight with a gradient", "dppo.policy_loss", "old_logprobs).exp().detach()", "old_logprobs).exp()"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
-        (
-            "distill: away from the teacher",
-            "distill.compute_advantages",
-            "advantages.masked",
-            "(-advantages).masked",
-        ),
+        ("distill: away from the teacher", "distill.compute_advantages", "advantages.masked", "(-advantages).masked"),
         ("dapo: lower clip above", "dapo.policy_loss", "1 + args.clip_eps_high", "1 + args.clip_eps_low"),
         ("dapo: long responses are paid", "dapo.compute_advantages", "- penalty", "+ penalty"),
         ("remax: no greedy baseline", "remax.compute_advantages", ' - rollout["greedy_scores"]', ""),
@@ -97,29 +58,15 @@ MUTANTS = {
         ("ppo: the smaller value error", "ppo.value_loss", "torch.max(", "torch.min("),
     ],
     "test_tools.py": [
-        (
-            "tools: answers are learned",
-            "reinforce_pp_tools.generate",
-            "response_mask &= answer_ids < 0",
-            "pass",
-        ),
+        ("tools: answers are learned", "reinforce_pp_tools.generate", "response_mask &= answer_ids < 0", "pass"),
         ("tools: an answered EOS ends", "reinforce_pp_tools.generate", "t : t + 2] < 0", "t : t + 1] < 0"),
-        (
-            "tools: sampled in an answer",
-            "reinforce_pp_tools.generate",
-            "torch.where(answer_tokens >= 0",
-            "torch.where(answer_tokens >= 99",
-        ),
+        ("tools: sampled in an answer", "reinforce_pp_tools.generate",
+         "torch.where(answer_tokens >= 0", "torch.where(answer_tokens >= 99"),
         ("tools: no limit", "reinforce_pp_tools.generate", " & (num_calls[active] < args.max_calls)", ""),
     ],
     "test_lora.py": [
         ("lora: the adapter in the reference", "grpo_lora.main", ", reference.disable_adapter()", ""),
-        (
-            "lora: another adapter on each rank",
-            "grpo_lora.add_adapter",
-            "torch.manual_seed(args.seed)",
-            "pass",
-        ),
+        ("lora: another adapter on each rank", "grpo_lora.add_adapter", "torch.manual_seed(args.seed)", "pass"),
         ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
     ],
     "test_fsdp.py": [
@@ -129,12 +76,8 @@ MUTANTS = {
     "test_vllm.py -m vllm": [
         ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
         ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "engine.reset_prefix_cache()", "True"),
-        (
-            "vllm: one seed for all prompts",
-            "grpo_vllm.generate",
-            "(len(prompts),)).tolist()",
-            "(1,)).tolist() * len(prompts)",
-        ),
+        ("vllm: one seed for all prompts", "grpo_vllm.generate",
+         "(len(prompts),)).tolist()", "(1,)).tolist() * len(prompts)"),
         ("vllm: log-probs at temperature 1", "grpo_vllm.start_engine", "processed_logprobs", "raw_logprobs"),
         ("vllm: the first weights stay", "grpo_vllm.main", "sync_weights(engine, policy)", "pass"),
         ("vllm: no EOS", "grpo_vllm.generate", "eos_ids(model, tokenizer)", "[]"),
@@ -149,42 +92,23 @@ MUTANTS = {
         ("ranks take the same prompts", "grpo.choose_prompts", "[RANK]", "[0]"),
         ("scores of another prompt", "grpo.main", "row for row in prompts", "row for row in prompts[::-1]"),
         ("kl the other way round", "grpo.main", "kl.masked_fill(", "(-kl).masked_fill("),
-        (
-            "reference at temperature 1",
-            "grpo.main",
-            "reference, batch, args.temperature",
-            "reference, batch, 1.0",
-        ),
+        ("reference at temperature 1", "grpo.main", "reference, batch, args.temperature", "reference, batch, 1.0"),
     ],
     "test_ranks.py -k reinforce": [
-        (
-            "mean of a rank",
-            "reinforce.compute_advantages",
-            "= total(rewards) / total(",
-            "= rewards.sum() / torch.sum(",
-        ),
+        ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / total(", "= rewards.sum() / torch.sum("),
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
     "test_ranks.py -k ppo": [
-        (
-            "ppo: value loss of a micro-batch",
-            "ppo.main",
-            "values, num_tokens)",
-            'values, batch["response_mask"].sum())',
-        )
+        ("ppo: value loss of a micro-batch", "ppo.main",
+         "values, num_tokens)", 'values, batch["response_mask"].sum())'),
     ],
     "test_ranks.py -k remax": [
-        ("remax: the baseline is sampled", "remax.main", "args, greedy=True)", "args)")
+        ("remax: the baseline is sampled", "remax.main", "args, greedy=True)", "args)"),
     ],
     "test_dapo.py": [
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "if is_useful", "if True or is_useful"),
         ("dapo: equal scores first", "dapo.dynamic_sampling", "descending=True, ", ""),
-        (
-            "dapo: batch's score",
-            "dapo.main",
-            "metrics |= sampling_metrics",
-            "metrics = sampling_metrics | metrics",
-        ),
+        ("dapo: batch's score", "dapo.main", "metrics |= sampling_metrics", "metrics = sampling_metrics | metrics"),
     ],
     "test_rollout.py": [
         ("eos masked", "grpo.generate", ":].bool()", ":].bool() & ~torch.isin(sequences[:, P:], eos)"),
@@ -193,31 +117,16 @@ MUTANTS = {
         ("log-probs without temperature", "grpo.token_logprobs", " / temperature", ""),
         ("log-probs one column off", "grpo.token_logprobs", ".logits[:, :-1]", ".logits[:, 1:]"),
         ("entropy is a mean", "grpo.generate", "entr(probs).sum(1)", "entr(probs).mean(1)"),
-        (
-            "padding counts in positions",
-            "grpo.model_inputs",
-            "attention_mask.c",
-            "torch.ones_like(attention_mask).c",
-        ),
+        ("padding counts in positions", "grpo.model_inputs", "attention_mask.c", "torch.ones_like(attention_mask).c"),
         ("cache of other rows", "grpo.generate", "cache(unfinished)", "cache(torch.arange(len(unfinished)))"),
         ("micro-batch cut too short", "grpo.micro_batches", ".any(0)", ".all(0)"),
         ("dropout on", "grpo.load", ".eval()", ".train()"),
         ("ppo: critic one token off", "ppo.critic_values", "[:, -T - 1 : -1]", "[:, -T:]"),
     ],
     "test_rewards.py": [
-        (
-            "penalty after the scale",
-            "grpo.process_scores",
-            "* truncated)",
-            "* truncated / args.reward_scale)",
-        ),
+        ("penalty after the scale", "grpo.process_scores", "* truncated)", "* truncated / args.reward_scale)"),
         ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
-        (
-            "processed score is logged",
-            "grpo.main",
-            'total(rollout["raw_scores"])',
-            'total(rollout["scores"])',
-        ),
+        ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
     ],
     "test_runs.py": [
         ("resume without optimizer", "grpo.main", '"optimizer": optimizer, ', ""),
@@ -226,16 +135,13 @@ MUTANTS = {
         ("no warm-up", "ppo.make_optimizer", "args.warmup_iterations", "0"),
         ("not finite, and goes on", "grpo.optimizer_step", "norm.isfinite()", "True"),
     ],
-    "test_bad_input.py": [("a group of one", "grpo.Args", "ClassVar[int] = 2", "ClassVar[int] = 1")],
+    "test_bad_input.py": [
+        ("a group of one", "grpo.Args", "ClassVar[int] = 2", "ClassVar[int] = 1"),
+    ],
     "test_sft.py": [
         ("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)"),
         ("sft: loss one token off", "sft.completion_loss", "columns - 1", "columns"),
-        (
-            "sft: tokens of a micro-batch",
-            "sft.main",
-            "batch, num_tokens)",
-            'batch, batch["completion_mask"].sum())',
-        ),
+        ("sft: tokens of a micro-batch", "sft.main", "batch, num_tokens)", 'batch, batch["completion_mask"].sum())'),
     ],
     "test_reward_model.py": [
         ("preference upside down", "reward_model.preference_loss", "-(chosen_scores", "(chosen_scores"),
@@ -246,12 +152,13 @@ MUTANTS = {
         ("dpo: no reference", "dpo.dpo_loss", " - ref_chosen_logprobs", ""),
     ],
     "test_toy.py -k grpo": [
-        ("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()")
+        ("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()"),
     ],
     "test_siblings.py": [
-        ("a skeleton drifts", "rloo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()")
+        ("a skeleton drifts", "rloo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()"),
     ],
 }
+# fmt: on
 
 
 class Mutant(NamedTuple):
