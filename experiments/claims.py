@@ -27,8 +27,20 @@ from pathlib import Path
 import numpy as np
 import real
 import tyro
-from common import ROOT, curve, label, load, mean, print_commands, print_patch, run_all, table, train
-from held_out import evaluate, held_out_chains, pairs, pass_at
+from common import (
+    ROOT,
+    curve,
+    group_by,
+    label,
+    load,
+    mean,
+    print_commands,
+    print_patch,
+    run_all,
+    table,
+    train,
+)
+from held_out import evaluate, held_out_chains, pass_at
 
 SEEDS = tuple(range(1, 11))
 RATE_SEEDS = (101, 102, 103)
@@ -334,7 +346,7 @@ def held_out_prompts(folder: str) -> dict[str, list[tuple[str, str]]]:
     for line in (ROOT / folder / "heldout.jsonl").open():
         row = json.loads(line)
         groups.setdefault(row["group"], []).append((row["prompt"], row["answer"]))
-    return groups if folder == "toy/kk" else groups | {"10": pairs(held_out_chains(10))}
+    return groups if folder == "toy/kk" else groups | {"10": held_out_chains(10)}
 
 
 def in_parts(values: list[float]) -> list[float]:
@@ -348,7 +360,7 @@ def measure(
 ) -> dict:
     """Train and evaluate. A run whose loss is no longer finite counts, with an accuracy of 0."""
     if data == "SmolLM2":
-        options = real.all_flags(script, seed, "reversal", flags) | {"learning_rate": learning_rate}
+        options = real.all_flags(script, seed, flags) | {"learning_rate": learning_rate}
         lines, _ = train(script, options, run_dir, patches=patches)
         last = {name.removeprefix("eval/score/"): x for name, x in lines[-1].items() if "eval/" in name}
         return {"greedy": last} | curves_of(lines)
@@ -362,13 +374,12 @@ def measure(
             raise  # something else went wrong
         greedy = {group: 0.0 for group in groups}
         return {"diverged": True, "greedy": greedy, "pass@1": 0.0, "pass@16": 0.0, "score": [0.0] * 10}
-    sampled = ["2-5"] if data != "puzzles" else []
-    result = evaluate(
-        run_dir / "model", groups, sampled, max_response_length=160 if data == "puzzles" else 64
-    )
-    passed = {
-        f"pass@{k}": round(pass_at(k, result["successes"][group]), 4) for group in sampled for k in (1, 16)
-    }
+    if data == "puzzles":
+        result = evaluate(run_dir / "model", groups, [], max_response_length=160)
+        passed = {}
+    else:
+        result = evaluate(run_dir / "model", groups, ["2-5"])
+        passed = {f"pass@{k}": round(pass_at(k, result["successes"]["2-5"]), 4) for k in (1, 16)}
     path = {"path": path_of(lines)} if data == "reward model" else {}
     return {"greedy": result["greedy"]} | passed | curves_of(lines) | path
 
@@ -395,9 +406,9 @@ def path_of(lines: list[dict]) -> list[list[float]]:
 def best_rate(script: str) -> float:
     """The learning rate with the highest score over the second half of training."""
     runs = [run for run in load("rates")["runs"] if run["script"] == script]
-    scores = {
-        rate: mean([value(run, "late") for run in runs if run["learning_rate"] == rate]) for rate in RATES
-    }
+    scores = {}
+    for (rate,), same_rate in group_by(runs, "learning_rate").items():
+        scores[rate] = mean([value(run, "late") for run in same_rate])
     return max(scores, key=scores.get)
 
 

@@ -10,7 +10,6 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import tyro
 from common import ROOT, load, made, print_commands, save, table, words_of
@@ -32,12 +31,6 @@ COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reasoning.py", *DATA
 COMMANDS += [["python", f"{script}.py", *words_of(flags)] for script, flags in STAGES.items()]
 
 
-@dataclass
-class Args:
-    run: bool = True
-    """Train."""
-
-
 def commands() -> None:
     """Print the commands."""
     print_commands(*COMMANDS)
@@ -55,8 +48,8 @@ def summary() -> None:
     table(["iteration", "score in training", *GROUPS], rows)
 
 
-def main(args: Args) -> None:
-    if args.run:
+def main(run: bool = True) -> None:
+    if run:
         for command in COMMANDS:
             print(shlex.join(command), flush=True)
             subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
@@ -69,4 +62,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__, use_underscores=True)

@@ -9,7 +9,6 @@ prompts of the rule, after each optimizer step and against all tokens generated 
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -20,15 +19,8 @@ RUNS = [  # iterations such that all generate about as many tokens
     ("dapo", {"num_iterations": 45, "overlong_buffer": 0}),
     ("dapo", {"num_iterations": 160, "overlong_buffer": 0, "max_rollouts": 1}),
 ]
+SEEDS = (1, 2, 3)
 BUDGETS = (50_000, 100_000, 150_000, 200_000)  # generated tokens at which accuracies are compared
-
-
-@dataclass
-class Args:
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Which seeds."""
-    run: bool = True
-    """Train what the result file lacks."""
 
 
 def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
@@ -36,19 +28,15 @@ def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
     rows = [json.loads(line) for line in (ROOT / "toy" / "train.jsonl").open()]
     kinds = (["given"] * 7 + ["out of reach"] * 7 + ["rule"] * 6) * (len(rows) // 20)
     data.write_text("".join(json.dumps(row | {"kind": kind}) + "\n" for row, kind in zip(rows, kinds)))
-    options = {
-        "dataset": data,
-        "reward": "experiments/mixed_reward.py:score",
-        "log_every": 10**6,
-        "seed": seed,
-    }
-    lines, _ = train(script, flags | options, run_dir, env={"ROLLOUTS": str(log)})
+    options = {"dataset": data, "reward": "experiments/mixed_reward.py:score", "log_every": 10**6}
+    lines, _ = train(script, flags | options | {"seed": seed}, run_dir, env={"ROLLOUTS": str(log)})
 
     rollouts = [json.loads(line) for line in log.open()]
     outcome, tokens = {"tokens": [], "right": [], "rows": []}, 0
     lines = [line for line in lines if "score" in line]
     for line in lines:
-        count = round(line.get("rollouts", 1))
+        line.setdefault("rollouts", 1)  # grpo.py has one
+        count = round(line["rollouts"])
         now, rollouts = rollouts[:count], rollouts[count:]
         tokens += sum(rollout["tokens"] for rollout in now)
         outcome["tokens"].append(tokens)
@@ -72,21 +60,18 @@ def step_at(run: dict, tokens: int) -> int:
     return sum(count <= tokens for count in run["tokens"])
 
 
-def short_label(run: dict) -> str:
+def name_of(run: dict) -> str:
     """The script, and --max_rollouts if the run has it: the other flags only set the length of a run."""
-    return label(
-        {"script": run["script"], "flags": {k: v for k, v in run["flags"].items() if k == "max_rollouts"}}
-    )
+    return label(run | {"flags": {"max_rollouts": 1} if "max_rollouts" in run["flags"] else {}})
 
 
 def summary() -> None:
     """Print a row for each method: mean, lowest and highest of the seeds."""
     rows = []
-    for (name,), runs in group_by(load("dynamic_sampling")["runs"], short_label).items():
-        means = ["1", ""]
-        if runs[0]["rollouts"]:
-            values = ([x for run in runs for x in run[key][:30]] for key in ("rollouts", "equal_groups"))
-            means = [f"{mean(all_steps):.2f}" for all_steps in values]
+    for (name,), runs in group_by(load("dynamic_sampling")["runs"], name_of).items():
+        means = []
+        for key in ("rollouts", "equal_groups"):
+            means.append(f"{mean([x for run in runs for x in run[key][:30]]):.2f}")
         cells = [show([accuracy(run, 30) for run in runs])]
         cells += [show([accuracy(run, step_at(run, budget)) for run in runs]) for budget in BUDGETS]
         rows.append([name, *means, *cells])
@@ -94,14 +79,12 @@ def summary() -> None:
     table(["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets], rows)
 
 
-def main(args: Args) -> None:
-    cells = [
-        {"script": script, "seed": seed, "flags": flags} for script, flags in RUNS for seed in args.seeds
-    ]
-    if args.run:
+def main(run: bool = True) -> None:
+    cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
+    if run:
         run_all("dynamic_sampling", cells, measure)
     summary()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__, use_underscores=True)

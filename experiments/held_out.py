@@ -11,7 +11,6 @@ held-out prompts, greedy accuracy from one response to each. "start" is the mode
 import random
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,66 +22,33 @@ SAMPLES = 16  # responses to each prompt
 KS = (1, 2, 4, 8, 16)
 LENGTHS = (4, 6, 8, 10)  # numbers of a chain; training has 2 to 5
 NUM_PROMPTS = 100  # of each length
+SEEDS = (1, 2, 3)
+# transformers cannot load two models at the same time, and torch has one random state.
+LOCK = threading.Lock()
 
 
-@dataclass
-class Args:
-    scripts: tuple[str, ...] = ("start", *POLICY_SCRIPTS)
-    """Which scripts, by name."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Which seeds."""
-    run: bool = True
-    """Train what the result file lacks."""
-
-
-def held_out_chains(length: int) -> list[list]:
-    """Different chains of this length. No training prompt is among them."""
-    from toy.make_toy import make_chain, prompt
+def held_out_chains(length: int) -> list[tuple[str, str]]:
+    """Prompt and answer of different chains of this length. No training prompt is among them."""
+    from toy.make_toy import make_chain, prompt, value
 
     trained_on = (ROOT / "toy" / "train.jsonl").read_text()
     rng = random.Random(length)
-    chains = {}
-    while len(chains) < NUM_PROMPTS:
+    answers = {}
+    while len(answers) < NUM_PROMPTS:
         chain = make_chain(rng, length)
         if f'"{prompt(chain)}"' not in trained_on:
-            chains[prompt(chain)] = chain
-    return list(chains.values())
+            answers[prompt(chain)] = str(value(chain))
+    return list(answers.items())
 
 
-def pairs(chains: list[list]) -> list[tuple[str, str]]:
-    """Prompt and answer of each chain."""
-    from toy.make_toy import prompt, value
-
-    return [(prompt(chain), str(value(chain))) for chain in chains]
-
-
-LOCK = (
-    threading.Lock()
-)  # transformers cannot load two models at the same time, and torch has one random state
-
-
-def evaluate(
-    folder: str | Path,
-    groups: dict[str, list[tuple[str, str]]],
-    sampled: Iterable[str],
-    max_response_length: int = 64,
-) -> dict:
+def evaluate(folder: Path, groups: dict, sampled: Iterable[str], max_response_length: int = 64) -> dict:
     """Greedy accuracy on each group of prompts and answers; of those in `sampled`, the right samples of each prompt."""
-    with LOCK:
-        return evaluate_alone(Path(folder), groups, sampled, max_response_length)
-
-
-def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str], max_response_length: int) -> dict:
     # Here, since the pages import this module for its tables only.
     import torch
     import transformers
 
     import grpo
 
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     args = SimpleNamespace(max_response_length=max_response_length, temperature=1.0, dtype="float32")
 
     def right(group: str, samples_per_prompt: int = 1, greedy: bool = False):
@@ -94,14 +60,18 @@ def evaluate_alone(folder: Path, groups: dict, sampled: Iterable[str], max_respo
         repeated = [answer for answer in answers for _ in range(samples_per_prompt)]
         return torch.tensor(grpo.exact_answer("answer", texts, repeated)).view(len(prompts), -1)
 
-    return {
-        "greedy": {group: round(right(group, greedy=True).mean().item(), 4) for group in groups},
-        "successes": {group: right(group, SAMPLES).sum(1).int().tolist() for group in sampled},
-    }
+    with LOCK:
+        torch.set_num_threads(1)
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        greedy = {group: round(right(group, greedy=True).mean().item(), 4) for group in groups}
+        successes = {group: right(group, SAMPLES).sum(1).int().tolist() for group in sampled}
+    return {"greedy": greedy, "successes": successes}
 
 
 def measure(run_dir: Path, script: str, seed: int) -> dict:
-    groups = {str(length): pairs(held_out_chains(length)) for length in LENGTHS}
+    groups = {str(length): held_out_chains(length) for length in LENGTHS}
     if script == "start":
         return evaluate(ROOT / "toy" / "policy", groups, groups)
     lines, _ = train(script, {"seed": seed, "eval_every": 0}, run_dir)
@@ -145,13 +115,13 @@ def draw() -> None:
     from plot import COLORS
 
     groups = group_by(load("held_out")["runs"], "script")
-    shown = [("start",), ("grpo",), ("rloo",), ("maxrl",), ("raft",), ("reinforce_pp",), ("ppo",)]
+    shown = ["start", "grpo", "rloo", "maxrl", "raft", "reinforce_pp", "ppo"]
     figure, axes = plt.subplots(1, len(LENGTHS), figsize=(9, 2.8), dpi=110, layout="constrained", sharey=True)
     for axis, length in zip(axes, LENGTHS):
-        for color, key in zip(COLORS, shown):
-            runs = groups.get(key, [])
-            values = [mean([pass_at(k, run["successes"][str(length)]) for run in runs]) for k in KS if runs]
-            axis.plot(KS[: len(values)], values, color=color, marker=".", lw=1.3, label=key[0])
+        for color, script in zip(COLORS, shown):
+            successes = [run["successes"][str(length)] for run in groups[script,]]
+            values = [mean([pass_at(k, x) for x in successes]) for k in KS]
+            axis.plot(KS, values, color=color, marker=".", lw=1.3, label=script)
         axis.set_xscale("log", base=2)
         axis.set_xticks(KS, KS)
         axis.set_title(f"{length} numbers", fontsize=10)
@@ -163,16 +133,15 @@ def draw() -> None:
     figure.savefig(ROOT / "docs" / "pass_at_k.png")
 
 
-def main(args: Args) -> None:
-    cells = [{"script": script, "seed": seed} for seed in args.seeds for script in args.scripts]
-    if args.run:
-        run_all(
-            "held_out", [cell for cell in cells if cell["script"] != "start" or cell["seed"] == 1], measure
-        )
+def main(run: bool = True) -> None:
+    cells = [{"script": "start", "seed": 1}]
+    cells += [{"script": script, "seed": seed} for seed in SEEDS for script in POLICY_SCRIPTS]
+    if run:
+        run_all("held_out", cells, measure)
     draw()
     by_length()
     pass_at_k()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__, use_underscores=True)

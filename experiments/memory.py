@@ -1,20 +1,18 @@
-"""Peak memory on CPU: of one forward and backward pass, and of whole runs of grpo.py.
+"""Peak memory of one forward and backward pass on CPU, each in its own process.
 
-    python experiments/memory.py        after make real, since some of the runs train SmolLM2-135M; 6 GB
+    python experiments/memory.py        needs 9 GB
 
-Each case has its own process. A pass counts without what the process held before it: the imports, the weights and the
-gradients. A run counts as a whole.
+What the process held before the pass does not count: the imports, the weights and the gradients.
 """
 
 import functools
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import ROOT, flags_of, load, memory_gib, run_all, table
+from common import load, memory_gib, run_all, table
 
 # Qwen2.5-0.5B has 24 layers of this width.
 WIDE = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
@@ -27,25 +25,6 @@ PASSES = {
     "8 x 256 tokens": {"shape": WIDE, "rows": 8, "length": 256},
     "activations kept": LAYERS,
     "activations recomputed (--gradient_checkpointing)": LAYERS | {"checkpointing": True},
-}
-TOY = {"num_iterations": 2, "eval_every": 0}
-REAL = TOY | {
-    "model": "data/smollm2",
-    "dataset": "data/reversal/train.jsonl",
-    "reward": "data/reasoning.py:score",
-    "batch_size": 32,
-    "max_response_length": 16,
-    "micro_batch_size": 16,
-    "num_minibatches": 1,
-    "learning_rate": 1e-5,
-    "warmup_iterations": 2,
-    "save_every": 0,
-}
-RUNS = {
-    "the toy": TOY,
-    "SmolLM2-135M": REAL,
-    "SmolLM2-135M, --kl_coef 0 --gradient_checkpointing": REAL
-    | {"kl_coef": 0, "gradient_checkpointing": True},
 }
 
 
@@ -79,19 +58,9 @@ def measure_pass(shape: dict, rows: int, length: int, checkpointing: bool = Fals
 
 
 def measure(run_dir: Path, case: str) -> dict:
-    if case in PASSES:
-        command = [sys.executable, __file__, "--case", case]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        return {"gib": float(output.split()[-1])}
-    command = [sys.executable, "grpo.py", *flags_of("grpo", RUNS[case] | {"run_dir": run_dir})]
-    # By default, glibc keeps some of the memory that was freed, and the peak would be that of its heap.
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        sys.exit(f"grpo.py, {case}: exit code {process.returncode}")
-    return {"gib": usage.ru_maxrss / 2**20}
+    command = [sys.executable, __file__, "--case", case]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {"gib": float(output)}
 
 
 def passes() -> None:
@@ -104,17 +73,11 @@ def passes() -> None:
     table(["pass", "vocabulary", "logits, GiB", "peak, GiB"], rows)
 
 
-def runs() -> None:
-    """Whole runs of grpo.py."""
-    gib = {run["case"]: run["gib"] for run in load("memory")["runs"]}
-    table(["run of grpo.py", "peak, GiB"], [[case, f"{gib[case]:.2f}"] for case in RUNS])
-
-
 def main(args: Args) -> None:
     if args.case:
         print(measure_pass(**PASSES[args.case]))
     else:
-        run_all(args.name, [{"case": case} for case in [*PASSES, *RUNS]], measure, workers=1)
+        run_all(args.name, [{"case": case} for case in PASSES], measure, workers=1)
 
 
 if __name__ == "__main__":

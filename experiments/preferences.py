@@ -7,8 +7,6 @@ Afterwards grpo.py --num_iterations 0 evaluates each model on the toy's held-out
 was trained on, and with the reward model.
 """
 
-from dataclasses import dataclass
-
 import tyro
 from common import group_by, label, load, run_all, show, table, train
 
@@ -18,15 +16,8 @@ RUNS += [
     ("reinforce_pp", {"num_iterations": 80, "kl_coef": 0.05}),
     ("reinforce_pp", {"num_iterations": 80, "kl_coef": 0}),
 ]
+SEEDS = (1, 2, 3)
 GROUPS = ("2-5", "6", "8")  # held-out chains by their length
-
-
-@dataclass
-class Args:
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Which seeds."""
-    run: bool = True
-    """Train what the result file lacks."""
 
 
 def measure(run_dir, script: str, seed: int, flags: dict) -> dict:
@@ -49,14 +40,12 @@ def summary() -> None:
     table(["", "accuracy on 2-5", "6", "8", "score of the reward model, 2-5"], rows)
 
 
-def main(args: Args) -> None:
-    cells = [
-        {"script": script, "seed": seed, "flags": flags} for script, flags in RUNS for seed in args.seeds
-    ]
-    if args.run:
+def main(run: bool = True) -> None:
+    cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
+    if run:
         run_all("preferences", cells, measure)
     summary()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__, use_underscores=True)

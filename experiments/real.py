@@ -18,7 +18,8 @@ import common
 import tyro
 from common import POLICY_SCRIPTS, ROOT, group_by, label, load, show, table
 
-FLAGS = {"model": "data/smollm2", "reward": "data/reasoning.py:score", "max_response_length": 16}
+FLAGS = {"dataset": "data/reversal/train.jsonl", "eval_dataset": "data/reversal/test.jsonl"}
+FLAGS |= {"model": "data/smollm2", "reward": "data/reasoning.py:score", "max_response_length": 16}
 FLAGS |= {"batch_size": 32, "samples_per_prompt": 8, "micro_batch_size": 16, "num_minibatches": 1}
 FLAGS |= {"learning_rate": 1e-5, "warmup_iterations": 2, "num_iterations": 20}
 FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; a cell has further ones
@@ -28,8 +29,8 @@ ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 
 
-def cell(script: str, flags: dict, task: str = "reversal", seed: int = 1) -> dict:
-    return {"script": script, "seed": seed, "task": task, "flags": flags}
+def cell(script: str, flags: dict, seed: int = 1) -> dict:
+    return {"script": script, "seed": seed, "flags": flags}
 
 
 CELLS = [
@@ -55,34 +56,32 @@ class Args:
     """Train and print only the runs of docs/scripts/grpo_lora.md, half an hour."""
 
 
-def all_flags(script: str, seed: int, task: str, flags: dict) -> dict:
+def all_flags(script: str, seed: int, flags: dict) -> dict:
     """The flags of a run. A script whose default is one response per prompt keeps it."""
-    data = {"dataset": f"data/{task}/train.jsonl", "eval_dataset": f"data/{task}/test.jsonl"}
-    shared = data | FLAGS
+    shared = dict(FLAGS)
     if common.defaults(script)["samples_per_prompt"] == "1":
         del shared["samples_per_prompt"]
     return shared | flags | {"seed": seed}
 
 
-def command_of(run_dir: str, script: str, seed: int, task: str = "reversal", flags: dict = DEMO) -> list[str]:
-    """The command line, without the flags that the script does not have."""
-    flags = all_flags(script, seed, task, flags) | {"run_dir": run_dir}
-    return ["python", f"{script}.py", *common.flags_of(script, flags)]
+def demo_words(run_dir: str) -> list[str]:
+    """The command line of `make real`."""
+    flags = all_flags("rloo", 1, DEMO) | {"run_dir": run_dir}
+    return ["python", "rloo.py", *common.flags_of("rloo", flags)]
 
 
 def read(run_dir: Path) -> dict:
     """The evaluations of a run, and the samples of the first and of the last."""
-    lines, samples = (
-        [json.loads(x) for x in (run_dir / f"{name}.jsonl").open()] for name in ("metrics", "samples")
-    )
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
     first = [sample for sample in samples if sample["iteration"] == 0]
     last = [sample for sample in samples if sample["iteration"] == lines[-1]["iteration"]]
     evaluations = [line for line in lines if "eval/score/plain questions" in line]
     return {"evaluations": evaluations, "samples": first + last[-3:]}
 
 
-def measure(run_dir: Path, script: str, seed: int, task: str, flags: dict) -> dict:
-    lines, seconds = common.train(script, all_flags(script, seed, task, flags), run_dir)
+def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
+    lines, seconds = common.train(script, all_flags(script, seed, flags), run_dir)
     lines = [line for line in lines if "score" in line]
     tokens = sum(FLAGS["batch_size"] * line["response_length"] * line.get("rollouts", 1) for line in lines)
     curves = {key: [line[key] for line in lines if key in line] for key in ("score", "kl", "entropy")}
@@ -109,7 +108,7 @@ def print_run(run: dict) -> None:
 
 def demo() -> None:
     run_dir = f"runs/real__{time.strftime('%Y%m%d-%H%M%S')}"
-    command = command_of(run_dir, "rloo", 1)
+    command = demo_words(run_dir)
     print(" ".join(command), flush=True)
     subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
     print_run(read(ROOT / run_dir))
@@ -117,20 +116,20 @@ def demo() -> None:
 
 def demo_command() -> None:
     """Print the command of `make real`."""
-    common.print_commands(command_of("runs/real", "rloo", 1))
+    common.print_commands(demo_words("runs/real"))
 
 
 def demo_output() -> None:
     """Print what `make real` prints of the committed run."""
-    [run] = runs_of("reversal", DEMO)
+    [run] = runs_of(DEMO)
     print("\n```")
     print_run(run)
     print("```\n")
 
 
-def runs_of(task: str, flags: dict | None = None) -> list[dict]:
-    """The committed runs on a task, by script; with flags, those that have exactly these."""
-    runs = [run for run in load("real")["runs"] if run["task"] == task and flags in (None, run["flags"])]
+def runs_of(flags: dict) -> list[dict]:
+    """The committed runs with exactly these flags, by script."""
+    runs = [run for run in load("real")["runs"] if run["flags"] == flags]
     return sorted(runs, key=lambda run: (run["script"], run["seed"]))
 
 
@@ -147,12 +146,12 @@ def print_rows(runs: list[dict], name) -> None:
 
 def summary() -> None:
     """Print a row for each script: mean, lowest and highest of the seeds."""
-    print_rows(runs_of("reversal", ALL), lambda run: f"`{run['script']}.py`")
+    print_rows(runs_of(ALL), lambda run: f"`{run['script']}.py`")
 
 
 def plain_questions() -> None:
     """Print a row for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
-    runs = [run for run in runs_of("reversal") if run["script"] == "rloo" and run["seed"] == 1]
+    runs = [run for run in load("real")["runs"] if run["script"] == "rloo" and run["seed"] == 1]
     rows = {"before": ["before training", "", "", "", ""]}
     for run in sorted(runs, key=lambda run: run["flags"]["kl_coef"]):
         beta, column = run["flags"]["kl_coef"], 3 if "dtype" in run["flags"] else 1
@@ -173,7 +172,7 @@ def draw() -> None:
     import plot
 
     groups = {}
-    for run in runs_of("reversal", ALL):
+    for run in runs_of(ALL):
         groups.setdefault(run["script"], []).append(common.plot_rows(run, "score", "kl", "entropy"))
     plot.draw(groups, ROOT / "docs" / "real.png", columns=3)
 

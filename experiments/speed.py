@@ -1,4 +1,4 @@
-"""Speed and peak memory of grpo.py, of the bare model calls in it, and of TRL's GRPOTrainer, on CPU.
+"""Speed and peak memory of grpo.py, of TRL's GRPOTrainer and of the variants, on CPU.
 
     python experiments/speed.py                                                     the toy and the long tail
     python experiments/speed.py --workloads real --name speed_real                  after make real: SmolLM2-135M
@@ -57,9 +57,12 @@ FLAGS = {
     "eval_every": 0,
     "log_every": 10**6,
 }
-SYSTEMS = ("ours", "bare", "trl")
-# The systems of a workload, and the script of each; elsewhere they are SYSTEMS, with grpo.py
-OTHERS = {
+TRL = {"ours": "grpo", "trl": ""}
+# The systems of each workload, and the script that runs in each
+SYSTEMS = {
+    "toy": TRL,
+    "tail": TRL,
+    "real": TRL,
     "ranks": {"1 rank": "grpo", "2 ranks": "grpo", "2 runs": "grpo"},
     "sharded": {"2 ranks": "grpo", "2 ranks, FSDP2": "grpo_fsdp"},
     "lora": {"grpo.py": "grpo", "grpo_lora.py": "grpo_lora"},
@@ -71,8 +74,6 @@ OTHERS = {
 class Args:
     workloads: tuple[str, ...] = ("toy", "tail")
     """Any of toy, tail, ranks, sharded, real, lora and vllm."""
-    systems: tuple[str, ...] = SYSTEMS
-    """Any of ours, bare and trl."""
     repeats: int = 3
     """Runs of each, with the seeds 1, 2, ..."""
     name: str = "speed"
@@ -143,8 +144,7 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int) ->
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
 
     python = ROOT / ".venv-vllm" / "bin" / "python" if workload == "vllm" else sys.executable
-    script = OTHERS.get(workload, {}).get(system, "grpo")
-    ours = [python, ROOT / "experiments" / "speed_ours.py", system, script]
+    ours = [python, ROOT / "experiments" / "speed_ours.py", SYSTEMS[workload][system]]
     if system == "trl":
         trl = ROOT / "experiments" / "speed_trl.py"
         return columns(run_child([environment("trl"), trl, json.dumps(flags)]))
@@ -187,36 +187,26 @@ def show_peak(runs: list[dict]) -> str:
     return f"{max(run['peak_gib'] for run in runs):.2f}"
 
 
-def phase_seconds(runs: list[dict]) -> dict[str, float]:
-    """The seconds of the bare model calls, summed over all iterations."""
-    return {name: sum(sum(run[name]) for run in runs) for name in ("rollout", "reference", "update")}
-
-
 def comparison(*names: str) -> None:
-    """Ours against TRL and against the bare model calls."""
+    """Ours against TRL."""
     rows = []
     for name in names:
         runs = group_by(load(name)["runs"], "workload", "system")
         for workload in dict.fromkeys(workload for workload, _ in runs):
-            ours, bare, trl = (runs.get((workload, system), []) for system in SYSTEMS)
+            ours, trl = runs[workload, "ours"], runs[workload, "trl"]
             faster = tokens_per_second(ours) / tokens_per_second(trl)
-            share = ""
-            if bare:
-                seconds = sum(sum(run["seconds"]) for run in bare) / sum(phase_seconds(bare).values())
-                share = f"{seconds:.2f}"
             speeds = [show_speed(ours), show_speed(trl), f"{faster:.2f}"]
-            rows.append([workload, *speeds, share, show_peak(ours), show_peak(trl)])
-    heads = ["workload", "grpo.py, tokens/s", f"TRL {trl[0]['trl']}", "ratio", "seconds / bare calls"]
-    table([*heads, "grpo.py, GiB", "TRL"], rows)
+            rows.append([workload, *speeds, show_peak(ours), show_peak(trl)])
+    heads = ["workload", "grpo.py, tokens/s", f"TRL {trl[0]['trl']}", "ratio", "grpo.py, GiB", "TRL"]
+    table(heads, rows)
 
 
 def others(workload: str) -> None:
-    """The systems of a workload of OTHERS, relative to the first."""
-    name = f"speed_{workload}"
-    runs = group_by(load(name)["runs"], "system")
-    first, *_ = OTHERS[workload]
+    """The systems of a workload, relative to the first."""
+    runs = group_by(load(f"speed_{workload}")["runs"], "system")
+    first, *_ = SYSTEMS[workload]
     rows = []
-    for system in OTHERS[workload]:
+    for system in SYSTEMS[workload]:
         some = runs[system,]
         share = tokens_per_second(some) / tokens_per_second(runs[first,])
         rows.append([system, show_speed(some), f"{share:.2f}", show_peak(some)])
@@ -233,8 +223,8 @@ def main(args: Args) -> None:
     cells = []
     for seed in range(1, args.repeats + 1):
         for workload in args.workloads:
-            systems = OTHERS.get(workload, args.systems)
-            cells += [{"workload": workload, "system": system, "seed": seed} for system in systems]
+            for system in SYSTEMS[workload]:
+                cells.append({"workload": workload, "system": system, "seed": seed})
     with tempfile.TemporaryDirectory() as folder:
         tail = Path(folder)
         if {"tail", "ranks", "sharded"} & set(args.workloads):

@@ -2,50 +2,22 @@
 
     python experiments/toy_seeds.py               train, draw and print the table: an hour on two cores
     python experiments/toy_seeds.py --no_run      only draw and print the committed results
-    python experiments/toy_seeds.py --scripts grpo --seeds 1 2 --flags kl_coef 0 --name no_kl
 
-Writes results/<name>.json and docs/<name>.png, and without --name the pictures in docs/scripts.
+Writes the result file, docs/toy_seeds.png and a picture for each script in docs/scripts.
 """
 
-from dataclasses import dataclass, field
-
+import common
 import tyro
-from common import (
-    POLICY_SCRIPTS,
-    ROOT,
-    curve,
-    group_by,
-    label,
-    load,
-    mean,
-    plot_rows,
-    run_all,
-    show,
-    table,
-    train,
-)
+from common import POLICY_SCRIPTS, ROOT, curve, group_by, label, load, mean, run_all, show, table
 
 RUNS = [*((script, {}) for script in POLICY_SCRIPTS), ("raft", {"num_iterations": 160})]
 KEYS = ("score", "kl", "response_length", "entropy", "grad_norm")
 GROUPS = ("2-5", "6", "8")  # held-out chains by their length
-
-
-@dataclass
-class Args:
-    scripts: tuple[str, ...] = POLICY_SCRIPTS
-    """Which scripts, by name."""
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """Which seeds."""
-    flags: dict[str, str] = field(default_factory=dict)
-    """Further flags of the scripts, as name value name value."""
-    name: str = "toy_seeds"
-    """Name of the result file."""
-    run: bool = True
-    """Train what the result file lacks."""
+SEEDS = (1, 2, 3, 4, 5)
 
 
 def measure(run_dir, script: str, seed: int, flags: dict) -> dict:
-    lines, seconds = train(script, flags | {"seed": seed}, run_dir)
+    lines, seconds = common.train(script, flags | {"seed": seed}, run_dir)
     held_out = {}
     for line in lines:
         if "eval/score/2-5" in line:
@@ -54,10 +26,10 @@ def measure(run_dir, script: str, seed: int, flags: dict) -> dict:
     return {"seconds": seconds, "held_out": held_out} | {key: curve(lines, key, 6) for key in KEYS}
 
 
-def summary(*scripts: str, name: str = "toy_seeds") -> None:
+def summary(*scripts: str) -> None:
     """Print a row for each script, or for these: mean, lowest and highest of the seeds."""
     rows = []
-    for (head,), runs in group_by(load(name)["runs"], label).items():
+    for (head,), runs in group_by(load("toy_seeds")["runs"], label).items():
         if scripts and runs[0]["script"] not in scripts:
             continue
         *_, after = zip(*(run["held_out"].values() for run in runs))  # the last evaluation of each run
@@ -67,9 +39,9 @@ def summary(*scripts: str, name: str = "toy_seeds") -> None:
     table(["script", "sampled, last 10", *(f"greedy {group}" for group in GROUPS)], rows)
 
 
-def before(name: str = "toy_seeds") -> None:
+def before() -> None:
     """Print the accuracy of the model before training."""
-    runs = load(name)["runs"]
+    runs = load("toy_seeds")["runs"]
     first, *_ = runs[0]["held_out"].values()
     greedy = ", ".join(f"{first[group]:.2f} on {group}" for group in GROUPS)
     sampled = show([run["score"][0] for run in runs])
@@ -80,39 +52,36 @@ def iterations_to_learn(*scripts: str) -> None:
     """Print how soon the sampled accuracy, averaged over five iterations, exceeds 0.95."""
     rows = []
     for script in scripts:
-        runs = [run for run in load("toy_seeds")["runs"] if run["script"] == script]
-        starts = [range(len(run["score"]) - 4) for run in runs]
-        found = [
-            next(i for i in x if mean(run["score"][i : i + 5]) > 0.95) + 5 for x, run in zip(starts, runs)
-        ]
+        found = []
+        for run in load("toy_seeds")["runs"]:
+            if run["script"] == script:
+                ends = range(5, len(run["score"]) + 1)
+                found.append(next(end for end in ends if mean(run["score"][end - 5 : end]) > 0.95))
         rows.append([f"`{script}.py`", show(found, 0)])
     table(["script", "iterations"], rows)
 
 
-def draw(name: str) -> None:
-    """Draw all scripts into one picture; of toy_seeds also a picture for each script."""
+def draw() -> None:
+    """Draw all scripts into one picture, and each script into its own."""
     import plot
 
-    runs = [run for run in load(name)["runs"] if run["flags"] == {} or name != "toy_seeds"]
     groups = {}
-    for run in runs:
-        rows = plot_rows(run, "score", "kl", "response_length", "entropy")
-        groups.setdefault(run["script"], []).append(rows)
-    plot.draw(groups, ROOT / "docs" / f"{name}.png")
-    for script in groups if name == "toy_seeds" else ():
-        plot.draw({script: groups[script]}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)
+    for run in load("toy_seeds")["runs"]:
+        if run["flags"] == {}:
+            rows = common.plot_rows(run, "score", "kl", "response_length", "entropy")
+            groups.setdefault(run["script"], []).append(rows)
+    plot.draw(groups, ROOT / "docs" / "toy_seeds.png")
+    for script, seeds in groups.items():
+        plot.draw({script: seeds}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)
 
 
-def main(args: Args) -> None:
-    if args.run:
-        runs = [(script, flags | args.flags) for script, flags in RUNS if script in args.scripts]
-        cells = [
-            {"script": script, "seed": seed, "flags": flags} for script, flags in runs for seed in args.seeds
-        ]
-        run_all(args.name, cells, measure)
-    draw(args.name)
-    summary(name=args.name)
+def main(run: bool = True) -> None:
+    cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
+    if run:
+        run_all("toy_seeds", cells, measure)
+    draw()
+    summary()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__, use_underscores=True)
