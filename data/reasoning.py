@@ -1,7 +1,6 @@
-"""Prompts with a right answer: tasks of reasoning-gym, and three that a small model can learn.
+"""Prompts with a right answer: lists to reverse, which a small model can learn, and the tasks of reasoning-gym.
 
     python data/reasoning.py                           writes data/reversal/train.jsonl and test.jsonl
-    python data/reasoning.py --task largest            or sum; these three tasks need no package
     python data/reasoning.py --task knights_knaves --train n_people=3 n_people=4 --test n_people=2 n_people=8 --think
     python rloo.py --dataset data/reversal/train.jsonl --eval_dataset data/reversal/test.jsonl
         --reward data/reasoning.py:score --model data/smollm2 ...                 docs/recipes.md has all flags
@@ -46,7 +45,7 @@ QUESTIONS = {
 @dataclass
 class Args:
     task: str = "reversal"
-    """reversal, largest, sum, or the name of a task of reasoning-gym."""
+    """reversal, or the name of a task of reasoning-gym."""
     train: tuple[str, ...] = ()
     """Levels to train on; by default the task's own."""
     test: tuple[str, ...] = ()
@@ -67,26 +66,12 @@ class Args:
     """For the prompts."""
 
 
+REVERSAL = {"train": ["3 words"], "test": ["3 words", "3 new words", "4 words"]}  # its levels
+
+
 def reversal(draw: random.Random, level: str) -> tuple[str, str]:
     words = draw.sample(NEW_WORDS if "new" in level else WORDS, int(level[0]))
     return "Reverse the order: " + ", ".join(words), ", ".join(reversed(words))
-
-
-def largest(draw: random.Random, level: str) -> tuple[str, str]:
-    numbers = draw.sample(range(10, 100), int(level[0]))
-    return f"Largest of {', '.join(map(str, numbers))}?", str(max(numbers))
-
-
-def sum_(draw: random.Random, level: str) -> tuple[str, str]:
-    numbers = [draw.randrange(10) for _ in range(int(level[0]))]
-    return " + ".join(map(str, numbers)) + " =", str(sum(numbers))
-
-
-OWN = {  # function, levels to train on, levels to hold out
-    "reversal": (reversal, ["3 words"], ["3 words", "3 new words", "4 words"]),
-    "largest": (largest, ["3 numbers"], ["3 numbers", "5 numbers"]),
-    "sum": (sum_, ["2 digits"], ["2 digits", "3 digits"]),
-}
 
 
 def library():
@@ -100,8 +85,8 @@ def library():
 def items(task: str, level: str, seed: int):
     """Yield (question, answer, entry) without end, the same ones for the same seed."""
     draw = random.Random(f"{seed} {level}")
-    while task in OWN:
-        yield *OWN[task][0](draw, level), ""
+    while task == "reversal":
+        yield *reversal(draw, level), ""
     pairs = (setting.split("=") for setting in level.split(",") if setting)
     settings = {name: json.loads(value) for name, value in pairs}
     while True:
@@ -111,8 +96,8 @@ def items(task: str, level: str, seed: int):
 
 def make_rows(args: Args) -> dict[str, list[dict]]:
     """The rows of train and test: all prompts differ, and none is the example in front of the question."""
-    _, train, test = OWN.get(args.task, (None, [""], [""]))
-    train, test = args.train or train, args.test or test
+    levels = REVERSAL if args.task == "reversal" else {"train": [""], "test": [""]}
+    train, test = args.train or levels["train"], args.test or levels["test"]
     rows, seen, head = {"train": [], "test": []}, set(), None
     for level in dict.fromkeys([*train, *test]):
         wanted = ["train"] * (args.size * (level in train)) + ["test"] * (args.held_out * (level in test))

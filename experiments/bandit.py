@@ -95,7 +95,10 @@ def summary() -> None:
     for (script,), runs in group_by(load("bandit")["runs"], "script").items():
         cells = tuple(f"{run['cosine']:.3f} / {run['noise']:.2f}" for run in runs)
         rows.setdefault(cells, []).append(f"`{script}`")
-    heads = [f"{SETTINGS[setting]}, k = {k}, {size} responses" for setting, k, size in POINTS]
+    heads = []
+    for setting, k, size in POINTS:
+        others = (f", k = {k}" if k != 4 else "") + (f", {size} responses" if size != 128 else "")
+        heads.append(SETTINGS[setting] + others)
     table(["", *heads], [[", ".join(same), *cells] for cells, same in rows.items()])
 
 

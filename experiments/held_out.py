@@ -1,7 +1,7 @@
 """Accuracy of the trained toy models on held-out chains: by length, and pass@k.
 
-    python experiments/held_out.py               train, evaluate, draw and print: an hour on two cores
-    python experiments/held_out.py --no_run      only draw and print the committed results
+    python experiments/held_out.py               train, evaluate and print: an hour on two cores
+    python experiments/held_out.py --no_run      only print the committed results
 
 Every policy script is trained with its defaults over three seeds. pass@k is the probability that at least one of k
 responses is right (Chen et al., arXiv 2107.03374, equation 1). It is estimated from 16 sampled responses to each of 100
@@ -106,39 +106,11 @@ def name_of(script: str) -> str:
     return "before training" if script == "start" else f"`{script}.py`"
 
 
-def draw() -> None:
-    """Draw pass@k on each length: the model before training, and some scripts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from plot import COLORS
-
-    groups = group_by(load("held_out")["runs"], "script")
-    shown = ["start", "grpo", "rloo", "maxrl", "raft", "reinforce_pp", "ppo"]
-    figure, axes = plt.subplots(1, len(LENGTHS), figsize=(9, 2.8), dpi=110, layout="constrained", sharey=True)
-    for axis, length in zip(axes, LENGTHS):
-        for color, script in zip(COLORS, shown):
-            successes = [run["successes"][str(length)] for run in groups[script,]]
-            values = [mean([pass_at(k, x) for x in successes]) for k in KS]
-            axis.plot(KS, values, color=color, marker=".", lw=1.3, label=script)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(KS, KS)
-        axis.set_title(f"{length} numbers", fontsize=10)
-        axis.grid(alpha=0.25)
-    axes[0].set_ylabel("pass@k")
-    figure.supxlabel("k", fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=7, fontsize=9)
-    figure.savefig(ROOT / "docs" / "pass_at_k.png")
-
-
 def main(run: bool = True) -> None:
     cells = [{"script": "start", "seed": 1}]
     cells += [{"script": script, "seed": seed} for seed in SEEDS for script in POLICY_SCRIPTS]
     if run:
         run_all("held_out", cells, measure)
-    draw()
     by_length()
     pass_at_k()
 
