@@ -13,18 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import sync
 import tyro
 from conftest import ROOT, read_jsonl
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-MODULES = SCRIPTS + [
-    path for name in ("data", "experiments", "tools") for path in sorted(ROOT.glob(f"{name}/*.py"))
-]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
-PAGES += [path for name in ("toy", "experiments") for path in sorted(ROOT.glob(f"{name}/*.md"))]
-# Not in plain English, or wrong. \s keeps this line from matching itself.
-PHRASES = r"goes\son with|rank\sanybody|but\sfor|at\shand|looks\sas ever|is\sdear|none\sof which"
+TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("experiments/*.py"), *ROOT.glob("tools/*.py")])
+MODULES = [*SCRIPTS, *TOOLS]
+FOLDERS = ".", "docs", "docs/scripts", "toy", "experiments"
+PAGES = [path for name in FOLDERS for path in sorted(ROOT.glob(f"{name}/*.md"))]
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -48,14 +44,6 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 COMMANDS = [(path, words) for path in (*PAGES, *MODULES) for words in commands_in(text_of(path))]
-
-
-def flags_of(module) -> set[str]:
-    return {field.name for field in dataclasses.fields(module.Args)} if hasattr(module, "Args") else set()
-
-
-def section_of(page: str, heading: str) -> str:
-    return re.search(rf"^## {heading}.*?\n(?=## )", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize("path, words", COMMANDS, ids=[f"{p.name}: {' '.join(w)}"[:90] for p, w in COMMANDS])
@@ -111,12 +99,12 @@ def test_links_lead_somewhere_on_github_too(path):
 
 @each_page
 def test_flags_and_make_targets_of_a_page_exist(path):
-    modules = [importlib.import_module(path.stem) for path in MODULES if "class Args" in path.read_text()]
-    known = set().union(*map(flags_of, modules))
-    known |= set(
-        "help check group max-restarts nproc-per-node nnodes rdzv-backend rdzv-endpoint rdzv-id".split()
-    )
+    known = {"help", "check", "group"}
+    known |= {"max-restarts", "nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
     known |= {"algo", "actor", "critic"}  # of OpenRLHF
+    for module in MODULES:
+        if "\nclass Args" in module.read_text():
+            known |= {field.name for field in dataclasses.fields(importlib.import_module(module.stem).Args)}
     parts = re.findall(r"(?<!`)`([^`]+)`(?!`)|^ {4,}(.+)", path.read_text(), re.MULTILINE)
     code = " ".join(inline or block for inline, block in parts)
     assert {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--(\w[\w-]*)", code)} <= known
@@ -131,13 +119,6 @@ def test_lines_end_at_column_120(path):
     assert [line for line in prose.splitlines() if len(line) > 120 and " " in line] == []
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *MODULES, *sorted(ROOT.glob("tests/**/*.py"))], ids=lambda path: path.name
-)
-def test_plain_english(path):
-    assert re.findall(PHRASES, path.read_text()) == []
-
-
 def test_the_docs_are_short():
     """In words, tables of results aside."""
     generated = re.compile(r"<!-- \[\[\[cog.*?<!-- \[\[\[end\]\]\] -->", re.DOTALL)
@@ -150,7 +131,8 @@ def test_the_docs_are_short():
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     """Files and commands are those of the page, with 2 iterations instead of 40."""
-    section = section_of("docs/recipes.md", "Your own data and")
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
         name = re.match(r"# (\S+\.py)\n", code)[1]
         (tmp_path / name).write_text(code)
@@ -196,18 +178,12 @@ def test_every_metric_is_explained(path):
 
 @each_script
 def test_every_script_has_a_row_and_a_page_with_its_functions(path):
-    """All pages have the same sections."""
-    [row] = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if f"[`{path.name}`]({path.name})" in line
-    ]
-    assert f"(docs/scripts/{path.stem}.md)" in row
-    text, other = ((ROOT / "docs" / "scripts" / f"{name}.md").read_text() for name in (path.stem, "grpo"))
-    sections = [re.findall(r"^## (.+)$", page, re.MULTILINE) for page in (text, other)]
-    assert sections[0] == sections[1] or path.stem in sync.variants()
-    assert {"Overview", "Equations", "Implementation details", "Limitations"} <= set(sections[0])
-    assert text.count("\n$$\n") >= 2 and text.count("$$") % 2 == 0
+    """The site needs the row, the section Equations and the line about `make diff`."""
+    row = rf"^\| \[`{path.name}`\]\({path.name}\).*\(docs/scripts/{path.stem}\.md\)"
+    assert re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    text = (ROOT / "docs" / "scripts" / f"{path.stem}.md").read_text()
+    sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert {"Overview", "Equations", "Implementation details", "Limitations"} <= set(sections)
     assert re.search(rf"make diff A=\w+ B={path.stem}`", " ".join(text.split()))
     named = re.findall(r"`(\w+)\.py:(\w+)`", text)
     functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}

@@ -18,27 +18,16 @@ WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+HUNK = re.compile(r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", re.MULTILINE)  # of diff: 3,4c5
+EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re.DOTALL)
 PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
-GUIDE = [
-    "toy",
-    "evidence",
-    "real",
-    "hacking",
-    "estimators",
-    "questions",
-    "metrics",
-    "recipes",
-    "scaling",
-    "speed",
-    "reliability",
-]
+GUIDE = "toy evidence real hacking estimators questions metrics recipes scaling speed reliability".split()
 
 
 def script_names() -> list[str]:
-    """In the order of the README's table; whatever it does not have comes last."""
-    names = re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
-    return [*names, *sorted({path.stem for path in ROOT.glob("*.py")} - set(names))]
+    """In the order of the README's table, which has every script (tests/test_docs.py)."""
+    return re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 def hunks(a: str, b: str) -> list[list[int]]:
@@ -46,16 +35,10 @@ def hunks(a: str, b: str) -> list[list[int]]:
     command = ["diff", f"{a}.py", f"{b}.py"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = []
-    for a0, a1, kind, b0, b1 in re.findall(
-        r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", output, re.MULTILINE
-    ):
+    for a0, a1, kind, b0, b1 in HUNK.findall(output):
         a0, a1, b0, b1 = int(a0), int(a1 or a0), int(b0), int(b1 or b0)
         found.append([a0 - (kind != "a"), a1, b0 - (kind != "d"), b1])
     return found
-
-
-def lines_in(found: list[list[int]]) -> int:
-    return sum(a1 - a0 + b1 - b0 for a0, a1, b0, b1 in found)
 
 
 def page_of(path: Path) -> str:
@@ -67,13 +50,11 @@ def page_of(path: Path) -> str:
 def home_page() -> str:
     """web/index.md, with a diff and sections of README.md. Links are relative to the root, as in README.md."""
     readme = COG.sub("", (ROOT / "README.md").read_text())
-    parts = {"diff": re.search(r"^```diff.*?^```$", readme, re.DOTALL | re.MULTILINE)[0]}
-    parts["demo"] = (ROOT / "experiments" / "results" / "demo.txt").read_text()
-    parts["sections"] = readme[readme.index("## The scripts") :]
+    diff = re.search(r"^```diff.*?^```$", readme, re.DOTALL | re.MULTILINE)[0]
+    demo = (ROOT / "experiments" / "results" / "demo.txt").read_text()
+    sections = readme[readme.index("## The scripts") :]
     text = (WEB / "index.md").read_text()
-    for name, part in parts.items():
-        text = text.replace(f"{{{name}}}", part)
-    return text
+    return text.replace("{diff}", diff).replace("{demo}", demo).replace("{sections}", sections)
 
 
 def write_pages() -> None:
@@ -99,10 +80,8 @@ def write_pages() -> None:
             text = home_page() if path == ROOT / "README.md" else path.read_text()
             if PLAYGROUND.search(text):  # with the script, and the one that its page compares it with
                 other = re.search(rf"make diff A=(\w+) B={path.stem}`", text)[1]
-                link = (
-                    rf"In the [Playground](../playground.html#preset=\1&pin={path.stem},{other}), preset `\1`"
-                )
-                text = PLAYGROUND.sub(link, text)
+                address = rf"../playground.html#preset=\1&pin={path.stem},{other}"
+                text = PLAYGROUND.sub(rf"In the [Playground]({address}), preset `\1`", text)
             target.write_text(LINK.sub(relink, COG.sub("", text)))
         else:
             name, language = path.relative_to(ROOT), path.suffix[1:] or "text"
@@ -112,14 +91,17 @@ def write_pages() -> None:
 
 def write_compare(names: list[str], differences: dict[str, list]) -> None:
     """The page of web/compare.html, and the matrix of all pairs on it and on the home page."""
-    counts = {pair: lines_in(found) for pair, found in differences.items()}
+    counts = {}
+    for pair, found in differences.items():
+        counts[pair] = sum(a1 - a0 + b1 - b0 for a0, a1, b0, b1 in found)
     most = max(counts.values())
 
     def cell(a: str, b: str) -> str:
         if a == b:
             return "<td></td>"
-        share = round(100 * (counts[f"{a}..{b}"] / most) ** 0.5)
-        return f'<td style="--share:{share}%"><a href="compare.html#{a}..{b}">{counts[f"{a}..{b}"]}</a></td>'
+        count = counts[f"{a}..{b}"]
+        share = round(100 * (count / most) ** 0.5)
+        return f'<td style="--share:{share}%"><a href="compare.html#{a}..{b}">{count}</a></td>'
 
     head = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
     rows = "".join(f'<tr><th scope="row">{a}</th>{"".join(cell(a, b) for b in names)}</tr>' for a in names)
@@ -132,17 +114,15 @@ def write_compare(names: list[str], differences: dict[str, list]) -> None:
 
 
 def write_settings(names: list[str]) -> None:
-    pages = WORK / "pages"
-    scripts = [
-        {name: f"scripts/{name}.md" if (pages / f"scripts/{name}.md").exists() else f"{name}.py.md"}
-        for name in names
+    others = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
+    guide = [f"{name}.md" for name in [*GUIDE, *others]]
+    nav = [
+        {"Home": "index.md"},
+        {"Compare": "compare.md"},
+        {"Playground": "playground.md"},
+        {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},
+        {"Guide": [*guide, "toy/index.md", "CONTRIBUTING.md"]},
     ]
-    guide = {path.stem for path in pages.glob("*.md")} - {"index", "compare", "CONTRIBUTING"}
-    guide = sorted(name for name in guide if (ROOT / "docs" / f"{name}.md").exists())
-    guide.sort(key=lambda name: GUIDE.index(name) if name in GUIDE else len(GUIDE))
-    guide = [*(f"{name}.md" for name in guide), "toy/index.md", "CONTRIBUTING.md"]
-    tools = [{"Compare": "compare.md"}, {"Playground": "playground.md"}]
-    nav = [{"Home": "index.md"}, *tools, {"Scripts": scripts}, {"Guide": guide}]
     text = (WEB / "zensical.yml").read_text()
     (WORK / "zensical.yml").write_text(f"{text}nav: {json.dumps(nav)}\n")
 
@@ -162,16 +142,11 @@ def render_math() -> None:
     for path in (WORK / "html").glob("search.js*"):
         path.write_text(re.sub(r'\\\\[(\[][^"]*?\\\\[)\]]', "", path.read_text()))
     pages = {path: path.read_text() for path in (WORK / "html").rglob("*.html")}
-    formulas = [
-        [html.unescape(match[2]), match[1] == "div"]
-        for text in pages.values()
-        for match in MATH.finditer(text)
-    ]
-    result = subprocess.run(
-        ["node", "math.mjs"], cwd=WEB, input=json.dumps(formulas), capture_output=True, text=True
-    )
-    if result.returncode:
-        sys.exit(next(line for line in result.stderr.splitlines() if line.startswith("ParseError")))
+    formulas = []
+    for text in pages.values():
+        formulas += [[html.unescape(match[2]), match[1] == "div"] for match in MATH.finditer(text)]
+    options = {"cwd": WEB, "input": json.dumps(formulas), "text": True}
+    result = subprocess.run(["node", "math.mjs"], stdout=subprocess.PIPE, check=True, **options)
     rendered = iter(json.loads(result.stdout))
     for path, text in pages.items():
         path.write_text(MATH.sub(lambda match: next(rendered), text))
@@ -182,15 +157,10 @@ def write_data(names: list[str], differences: dict[str, list]) -> None:
     scripts = {}
     for name in names:
         source = (ROOT / f"{name}.py").read_text()
-        docstring = re.search(r'^"""(.*?)"""$', source, re.MULTILINE | re.DOTALL)[1]
-        title, _, text = docstring.partition("\n")
-        equations, page = f"<pre>{html.escape(text.strip())}</pre>", WORK / "html" / f"scripts/{name}.html"
-        if page.exists():
-            section = r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)'
-            match = re.search(section, page.read_text(), re.DOTALL)
-            equations = match[1] if match else sys.exit(f"docs/scripts/{name}.md has no section ## Equations")
-        link = f"scripts/{name}.html" if page.exists() else f"{name}.py.html"
-        scripts[name] = {"source": source, "title": title, "link": link, "equations": equations}
+        title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
+        page = f"scripts/{name}.html"
+        equations = EQUATIONS.search((WORK / "html" / page).read_text())[1]
+        scripts[name] = {"source": source, "title": title, "link": page, "equations": equations}
     data = f"const SCRIPTS = {json.dumps(scripts)};\nconst HUNKS = {json.dumps(differences)};\n"
     (WORK / "html" / "assets" / "data.js").write_text(data)
 

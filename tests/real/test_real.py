@@ -52,24 +52,17 @@ def result(flags, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return rloo.load(ARGS, transformers.AutoModelForCausalLM, "model", ARGS.model, CPU)
+def load(path):
+    return rloo.load(ARGS, transformers.AutoModelForCausalLM, "model", str(path), CPU)
 
 
 def prompt_ids(tokenizer, row) -> list[int]:
     return tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
 
 
-def greedy(model, tokenizer, rows) -> list[str]:
-    prompts = [prompt_ids(tokenizer, row) for row in rows]
-    generated = rloo.generate(model, tokenizer, prompts, ARGS, greedy=True)
-    return rloo.decode(tokenizer, generated, skip_special_tokens=True)
-
-
 def test_a_killed_run_resumes_to_the_last_bit(flags, result, tmp_path):
     killed = soak.start("rloo", 1, tmp_path / "killed", *flags, kill="torn checkpoint:2")
-    assert soak.wait(killed, tmp_path / "killed") == -signal.SIGKILL
+    assert killed.wait() == -signal.SIGKILL
     launch(ROOT / "rloo.py", *flags, "--run_dir", tmp_path / "killed", env=ENV, timeout=900)
     assert soak.differences(result, tmp_path / "killed") == []
 
@@ -81,9 +74,9 @@ def test_tied_embeddings_stay_tied_and_are_trained(result):
     assert all(not torch.equal(weights[name], x) for name, x in after.named_parameters())
 
 
-def test_log_probs_are_those_of_a_plain_forward(loaded, rows):
+def test_log_probs_are_those_of_a_plain_forward(rows):
     """And those of sampling, up to rounding."""
-    model, tokenizer = loaded
+    model, tokenizer = load(MODEL)
     text = prompt_ids(tokenizer, rows[0])
     ids = torch.tensor([text + tokenizer(rows[0]["answer"])["input_ids"] + [tokenizer.eos_token_id]])
     T = ids.shape[1] - len(text)
@@ -99,26 +92,26 @@ def test_log_probs_are_those_of_a_plain_forward(loaded, rows):
 
 
 def test_pipeline_opens_the_result(result, rows):
-    model, tokenizer = rloo.load(ARGS, transformers.AutoModelForCausalLM, "model", str(result / "model"), CPU)
+    model, tokenizer = load(result / "model")
+    prompts = [prompt_ids(tokenizer, row) for row in rows]
+    generated = rloo.generate(model, tokenizer, prompts, ARGS, greedy=True)
+    expected = rloo.decode(tokenizer, generated, skip_special_tokens=True)
     generate = transformers.pipeline("text-generation", str(result / "model"))
     chats = [generate(row["prompt"], max_new_tokens=16, do_sample=False)[0]["generated_text"] for row in rows]
-    assert [chat[-1]["content"] for chat in chats] == greedy(model, tokenizer, rows)
+    assert [chat[-1]["content"] for chat in chats] == expected
 
 
 def test_lm_eval_opens_the_result_and_finds_the_same_accuracy(result, rows, tmp_path):
     lm_eval = pytest.importorskip("lm_eval")
     tokenizer = transformers.AutoTokenizer.from_pretrained(result / "model")
-    template = {"add_generation_prompt": True, "tokenize": False}
-    texts = [
-        {"text": tokenizer.apply_chat_template(r["prompt"], **template), "answer": r["answer"]} for r in rows
-    ]
+    texts = []
+    for row in rows:
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        texts.append({"text": text, "answer": row["answer"]})
     task = {"task": "reversal", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
     task["dataset_kwargs"] = {"data_files": {"test": str(write_jsonl(tmp_path / "test.jsonl", texts))}}
-    task |= {
-        "doc_to_text": "{{text}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "exact_match"}],
-    }
+    task |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
+    task["metric_list"] = [{"metric": "exact_match"}]
     task["generation_kwargs"] = {"until": ["<|im_end|>"], "max_gen_toks": 16, "do_sample": False}
     options = {"model": "hf", "model_args": {"pretrained": str(result / "model"), "dtype": "float32"}}
     found = lm_eval.simple_evaluate(tasks=[task], bootstrap_iters=0, device="cpu", **options)
@@ -143,23 +136,17 @@ def test_trl_opens_the_result_and_trains_it(result, rows, tmp_path):
     assert any(not torch.equal(x, start[name]) for name, x in trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "said, right", [("#### 1,000", 1), ("so #### $1000.0", 1), ("1000", 0), ("#### 100", 0)]
-)
-def test_gsm8k_compares_numbers(said, right):
-    assert gsm8k.reward(["Think. " + said], ["1000"]) == [right]
+def test_gsm8k_compares_numbers():
+    said = ["Think. #### 1,000", "so #### $1000.0", "1000", "#### 100"]
+    assert gsm8k.reward(said, ["1000"] * 4) == [1, 1, 0, 0]
 
 
 def test_an_answer_that_is_half_right_counts_nothing():
     """A puzzle of reasoning-gym, scored by its own function, with and without tags."""
     args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=3, held_out=3, think=True)
-    rows = reasoning.make_rows(args)["train"]
-    row = rows[0]
-    first, *rest = row["answer"].split(", ")
-    name, role = first.split(" is a ")
-    parts = [part for other in rows for part in other["answer"].strip(".").split(", ")]
-    wrong = next(part.split(" is a ")[1] for part in parts if role not in part)
-    half = ", ".join([f"{name} is a {wrong}", *rest])
+    row = reasoning.make_rows(args)["train"][0]
+    half = row["answer"].replace("knight", "knave", 1)
+    assert half != row["answer"]
     said = [row["answer"], f"<think> {half} </think>\n<answer>{row['answer']}</answer>", half, "no idea"]
     columns = {name: [row[name]] * 4 for name in ("answer", "task", "entry")}
     assert reasoning.score(said, **columns) == [1, 1, 0, 0]

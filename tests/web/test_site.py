@@ -14,25 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "site"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 NAMES = sorted(path.stem for path in ROOT.glob("*.py"))
-PAIRS = [("grpo", "rloo"), ("ppo", "grpo"), ("sft", "grpo"), ("grpo", "dapo")]
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-BROWSERS = "chromium", "chromium-browser", "google-chrome"
-FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking".split()
-FLAGS += "--disable-component-update --disable-sync".split()
-
-
-def browser_path():
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium. Playwright allows one at a time, so each module closes its own."""
-    path = browser_path()
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert path, "install Chromium, on Debian with apt-get install chromium"
     assert PAGES, "build the site: make docs"
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=FLAGS)
+        browser = driver.chromium.launch(executable_path=path)
         yield browser
         browser.close()
 
@@ -59,10 +51,11 @@ def visit(browser):
 
 
 def diff(a, b):
-    """The lines that `diff` takes out of a and puts into b."""
+    """The lines that `diff` takes out of a, and those that it puts into b."""
     output = subprocess.run(["diff", f"{a}.py", f"{b}.py"], cwd=ROOT, capture_output=True, text=True).stdout
-    lines = output.splitlines()
-    return tuple([line[2:] for line in lines if line[:2] == mark] for mark in ("< ", "> "))
+    gone = [line[2:] for line in output.splitlines() if line.startswith("< ")]
+    new = [line[2:] for line in output.splitlines() if line.startswith("> ")]
+    return gone, new
 
 
 def assert_lines(page, selector, lines):
@@ -71,12 +64,10 @@ def assert_lines(page, selector, lines):
     assert page.locator(selector).evaluate_all("all => all.map(line => line.textContent)") == lines
 
 
-@pytest.mark.parametrize("a, b", PAIRS)
+@pytest.mark.parametrize("a, b", [("grpo", "rloo"), ("sft", "grpo")])
 def test_two_scripts_show_exactly_the_lines_of_diff(visit, a, b):
     """Equal lines are folded. The key o shows both files whole."""
-    page = visit("compare.html", {"width": 1440, "height": 30000})
-    page.select_option("#a", a)
-    page.select_option("#b", b)
+    page = visit(f"compare.html#{a}..{b}", {"width": 1440, "height": 30000})
     page.wait_for_selector(".cm-merge-b .cm-line")
     gone, new = diff(a, b)
     assert_lines(page, ".cm-merge-a .cm-changedLine", gone)
@@ -100,17 +91,12 @@ def test_the_address_carries_the_choice(visit):
     page.go_back()
     page.wait_for_function("document.title == 'grpo..ppo'")
     assert page.input_value("#b") == "ppo"
-    copied = visit(page.url.rpartition("/")[2])
-    assert copied.inner_text("#diff") == page.inner_text("#diff")
-    page.click("text=all pairs")
-    assert page.locator("#matrix").is_visible() and not page.locator("#diff").is_visible()
     wrong = visit("compare.html#grpo..gpro")
     assert "grpo..gpro" in wrong.inner_text("#unknown") and wrong.locator("#matrix").is_visible()
 
 
-@pytest.mark.parametrize("path", ["index.html", "compare.html"])
-def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit, path):
-    page = visit(path)
+def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
+    page = visit("index.html")
     cells = page.locator("#matrix a")
     shown = cells.evaluate_all("cells => cells.map(c => [c.getAttribute('href'), c.textContent])")
     assert len(shown) == len(NAMES) * (len(NAMES) - 1)
@@ -123,55 +109,45 @@ def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit, path):
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_the_keyboard_moves_from_change_to_change(visit, size):
-    """Each becomes visible below the bar. The first follows the last. Scrolling changes what is next."""
+    """Each becomes visible below the bar. The first follows the last."""
     page = visit("compare.html#sft..ppo", size)
     total = int(page.inner_text("#at").split()[0])
+    is_visible = """() => {
+        const line = document.querySelector(".cm-merge-b .here");
+        const before = line?.previousElementSibling;
+        const top = (before?.matches(".cm-deletedChunk, .cm-mergeSpacer") ? before : line)
+            ?.getBoundingClientRect().top;
+        const bar = document.querySelector("#moves").getBoundingClientRect();
+        return top >= bar.bottom && top <= innerHeight;
+    }"""
 
-    def check(key, number):
+    def press(key, number):
         page.keyboard.press(key)
         assert page.inner_text("#at") == f"{number} of {total}"
-        page.wait_for_function(
-            """() => {
-                const line = document.querySelector(".cm-merge-b .here");
-                const before = line?.previousElementSibling;
-                const top = (before?.matches(".cm-deletedChunk, .cm-mergeSpacer") ? before : line)
-                    ?.getBoundingClientRect().top;
-                const bar = document.querySelector("#moves").getBoundingClientRect();
-                return top >= bar.bottom && top <= innerHeight;
-            }""",
-            timeout=2000,
-        )
+        page.wait_for_function(is_visible, timeout=2000)
         page.wait_for_timeout(100)  # for the last frames of the scroll
         return page.evaluate("scrollY")
 
-    check("p", total)  # far away, past lines whose height is not known yet
-    places = [check("nj"[n % 2], n + 1) for n in range(total)]
+    press("p", total)  # far away, past lines whose height is not known yet
+    places = [press("n", number) for number in range(1, total + 1)]
     assert places == sorted(places) and len(set(places)) > total / 2
-    check("n", 1)
-    check("p", total)
-    check("k", total - 1)
-    page.evaluate("scrollTo(0, 0)")
-    check("n", 1)
+    press("n", 1)
     page.focus("#a")
     page.keyboard.press("n")  # in a choice, a letter chooses
     assert page.inner_text("#at") == f"1 of {total}"
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_a_page_fits_a_phone_and_shows_no_tex(visit, path):
-    page = visit(path, PHONE)
-    pages = [path] if path != "compare.html" else [path, "compare.html#grpo..rloo", "compare.html#sft..ppo"]
-    for address in pages:
+def test_pages_fit_a_phone_and_show_no_tex(visit):
+    page = visit("index.html", PHONE)
+    prose = """() => {
+        const copy = document.querySelector(".md-content").cloneNode(true);
+        copy.querySelectorAll("code, pre, .katex-mathml, #diff, script").forEach(x => x.remove());
+        return copy.textContent;
+    }"""
+    for address in [*PAGES, "compare.html#grpo..rloo", "compare.html#sft..ppo"]:
         page.goto(f"{SITE.as_uri()}/{address}")
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], address
-        words = page.evaluate(
-            """() => {
-                const copy = document.querySelector(".md-content").cloneNode(true);
-                copy.querySelectorAll("code, pre, .katex-mathml, #diff, script").forEach(x => x.remove());
-                return copy.textContent;
-            }"""
-        )
-        assert not re.search(r"\$\$|\\[a-z]+|\\\(|\\\[", words), address
+        assert not re.search(r"\$\$|\\[a-z]+|\\\(|\\\[", page.evaluate(prose)), address
 
 
 def test_equations_are_rendered(visit):
@@ -180,8 +156,8 @@ def test_equations_are_rendered(visit):
     source = re.sub(r"`[^`]*`", "", (ROOT / "docs" / "estimators.md").read_text())
     formulas = len(re.findall(r"\$\$.+?\$\$|\$[^$]+\$", source, re.DOTALL))
     assert page.locator(".katex-html").count() == formulas > 20
-    assert page.evaluate("document.fonts.ready.then(() => document.fonts.check('16px KaTeX_Main'))")
-    assert page.evaluate("[...document.fonts].filter(f => f.status == 'loaded').length") > 1
+    loaded = "document.fonts.ready.then(all => [...all].filter(font => font.status == 'loaded').length)"
+    assert page.evaluate(loaded) > 1
     page = visit("compare.html#grpo..rloo")
     for side in "ab":
         assert page.locator(f"#formulas-{side} .katex-display").count() > 0
@@ -189,22 +165,21 @@ def test_equations_are_rendered(visit):
 
 def test_links_lead_somewhere():
     """Links, pictures, scripts and anchors of every page, without the browser."""
-    targets = {path: (SITE / path).read_text() for path in PAGES}
-    ids = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in targets.items()}
-    pairs = {f"{a}..{b}" for a in NAMES for b in NAMES}
+    texts = {path: (SITE / path).read_text() for path in PAGES}
+    ids = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in texts.items()}
+    ids["compare.html"] |= {f"{a}..{b}" for a in NAMES for b in NAMES}
     wrong = []
-    for path, text in targets.items():
+    for path, text in texts.items():
         text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
         for link in re.findall(r'\b(?:href|src)="?([^"\s>]*)', text):
             if re.match(r"https?:|mailto:|data:|#?$", link):
                 continue
             file, _, anchor = unquote(link).partition("#")
+            if anchor.startswith("preset="):  # test_playground.py opens these addresses
+                anchor = ""
             target = ((SITE / path).parent / file).resolve() if file else SITE / path
             name = target.relative_to(SITE).as_posix()
-            known = pairs | ids.get(name, set()) if name == "compare.html" else ids.get(name, set())
-            if name == "playground.html" and anchor.startswith("preset="):
-                continue  # tests/web/test_playground.py opens such an address
-            if not target.is_file() or (anchor and anchor not in known):
+            if not target.is_file() or (anchor and anchor not in ids.get(name, ())):
                 wrong.append(f"{path}: {link}")
     assert wrong == []
 
