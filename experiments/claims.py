@@ -24,22 +24,11 @@ from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 
+import common
 import numpy as np
 import real
 import tyro
-from common import (
-    ROOT,
-    curve,
-    group_by,
-    label,
-    load,
-    mean,
-    print_commands,
-    print_patch,
-    run_all,
-    table,
-    train,
-)
+from common import ROOT, curve, group_by, label, load, mean, run_all, table, train
 from held_out import evaluate, held_out_chains, pass_at
 
 SEEDS = tuple(range(1, 11))
@@ -629,8 +618,8 @@ def details(number: int) -> None:
     table(["mean ± std of the seeds", *claim.measures], rows)
     for patch in dict.fromkeys(patch for one in claim.arms() for patch in one["patches"]):
         print(f"`{patch}.patch`:")
-        print_patch(patch)
-    print_commands(["python", "experiments/claims.py", "--claims", str(number)])
+        common.print_patch(patch)
+    common.print_commands(["python", "experiments/claims.py", "--claims", str(number)])
 
 
 def rates() -> None:
