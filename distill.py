@@ -5,8 +5,8 @@
 """On-policy distillation: each token of a sampled response is compared with a teacher's probability of it.
 
 Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse KL. To
-each prompt pi_old samples a response; o_t is token t. pi_theta is pi_old with gradient, pi_teacher the frozen
---teacher, a model with the same tokenizer:
+each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient, pi_teacher
+the frozen --teacher, a model with the same tokenizer:
 
     A_t  = log pi_teacher(o_t) - log pi_old(o_t)
     loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
@@ -14,8 +14,8 @@ each prompt pi_old samples a response; o_t is token t. pi_theta is pi_old with g
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The
 expected gradient is that of the token's reverse KL to the teacher, in the states that the student visits. A
 token is not blamed for the KL of later ones. The score is logged and does not train. There is one step per
-rollout, since nothing corrects for a policy that has moved. The paper samples a part of the data from the
-student only; here it is all.
+rollout, since nothing corrects for a policy that has moved. In the paper, the student samples only a part of
+the responses; here it samples all.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python distill.py

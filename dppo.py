@@ -14,9 +14,9 @@ pi_old is the policy that sampled them, pi_theta the policy in training, sg stop
     v_t   = 0 if (A_i > 0 and d_t > delta) or (A_i <= 0 and d_t < -delta), else 1
     loss  = -1/N_tok sum_i sum_t v_t sg(min(rho_t, max_ratio)) A_i log pi_theta(o_t)
 
-N_tok counts the response tokens of one optimizer step over all ranks. A ratio bounds a rare token tightly and
-a likely one hardly: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. The difference of
-probabilities is the reverse. There is no KL term.
+N_tok counts the response tokens of one optimizer step over all ranks. A bound on the ratio is tight for a
+rare token and loose for a likely one: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. A bound on the
+difference of the probabilities does the reverse. There is no KL term.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python dppo.py

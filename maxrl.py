@@ -6,7 +6,7 @@
 
 Fahim Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. To each prompt pi_old
 samples k = samples_per_prompt responses with the scores r_1 ... r_k, 0 or 1; o_t is token t. pi_theta is
-pi_old with gradient:
+the same policy with gradient:
 
     A_i  = (r_i - mean(r)) / mean(r)                   mean of the group; 0 if it is 0
     loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)  a response is one action: no 1/T, no clip
@@ -14,8 +14,9 @@ pi_old with gradient:
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
 REINFORCE ascends the pass rate p of a prompt, maximum likelihood ascends log p. This lies in between: the
 expected gradient is sum_j 1/j grad pass@j for j = 1 ... k-1, the series of log p cut off. (The paper's sum
-ends at k; subtracting the mean of the group costs one term.) A seldom solved prompt weighs up to k - 1 times
-as much. There is one step per rollout, since nothing corrects for a policy that has moved. There is no KL.
+ends at k; leaving a group without a success at 0 costs one term.) A seldom solved prompt weighs up to k - 1
+times as much as in REINFORCE. There is one step per rollout, since nothing corrects for a policy that has
+moved. There is no KL.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python maxrl.py

@@ -6,16 +6,16 @@
 
 Hanze Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", arXiv
 2304.06767; as a baseline in arXiv 2402.14740. To each prompt pi_old samples k = samples_per_prompt
-responses with the scores r_1 ... r_k; o_t is token t. pi_theta is pi_old with gradient, pi_ref the frozen
---model. With beta = kl_coef:
+responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
+the frozen --model. With beta = kl_coef:
 
     R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
     A_i  = k for the best R of the group, else 0             the first of equals
     loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        the mean over prompts, since A is k
 
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-There is one step per rollout, so each best response is imitated once. Nothing is made less likely: where all
-responses fail, the failure with the least KL is imitated, and it does not count how much better the best was.
+There is one step per rollout, so each best response is imitated once. No response gets a negative weight:
+where all fail, the failure with the least KL is imitated. By how much the best was better does not matter.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python raft.py

@@ -6,8 +6,8 @@
 
 Ronald J. Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
 Learning", Machine Learning 8, 1992; for language models arXiv 2402.14740, section 2. To each prompt pi_old
-samples a response with the score r_i; o_t is token t. pi_theta is pi_old with gradient, pi_ref the frozen
---model. With beta = kl_coef:
+samples a response with the score r_i; o_t is token t. pi_theta is the same policy with gradient, pi_ref the
+frozen --model. With beta = kl_coef:
 
     R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
     A_i  = R_i - mean(R)                                     the mean over the batch of all ranks

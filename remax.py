@@ -6,8 +6,8 @@
 
 Ziniu Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
 Language Models", arXiv 2310.10505, section 4. To each prompt pi_old samples a response with the score r; its
-greedy response has the score r_greedy. o_t is token t. pi_theta is pi_old with gradient, pi_ref
-the frozen --model. With beta = kl_coef:
+greedy response has the score r_greedy. o_t is token t. pi_theta is the same policy with gradient,
+pi_ref the frozen --model. With beta = kl_coef:
 
     k1_t = log pi_old(o_t) - log pi_ref(o_t)                   an unbiased estimate of the token's KL
     A_t  = r - r_greedy - beta sum_{s>=t} k1_s                 the return to go, minus the baseline
@@ -15,8 +15,8 @@ the frozen --model. With beta = kl_coef:
 
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. There is
 one step per rollout, since nothing corrects for a policy that has moved. The greedy response is only scored;
-it does not depend on the sampled one, so this baseline adds no bias to the gradient. (N_tok does, since it
-depends on the sampled lengths.)
+it does not depend on the sampled one, so this baseline adds no bias to the gradient. (Dividing by N_tok adds
+some, since it depends on the sampled lengths.)
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python remax.py

@@ -6,8 +6,8 @@
 
 Arash Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
 Feedback in LLMs", arXiv 2402.14740, section 2. To each prompt pi_old samples k = samples_per_prompt
-responses with the scores r_1 ... r_k; o_t is token t. pi_theta is pi_old with gradient, pi_ref the frozen
---model. With beta = kl_coef:
+responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
+the frozen --model. With beta = kl_coef:
 
     R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
     A_i  = R_i - 1/(k-1) sum_{j != i} R_j                    the others are the baseline

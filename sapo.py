@@ -14,9 +14,9 @@ the policy in training:
     loss  = -1/N_seq sum_i 1/T_i sum_t g_t A_i
 
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. The
-slope of g_t is 1 at rho_t = 1, so the first step of a rollout is grpo.py's; it falls to 0 on both sides. A
-larger tau narrows the gate: negative advantages, which raise all other tokens, fade a little faster. There is
-no KL term.
+slope of g_t is 1 at rho_t = 1, so the first step of a rollout is grpo.py's; it falls on both sides, towards 0
+only above 1. A larger tau narrows the gate: negative advantages, which raise all other tokens, fade a little
+faster. There is no KL term.
 Left out: LoRA, sharded models, tools. A small model in toy/ (half a minute), and a real one on 8 GPUs:
 
     python sapo.py

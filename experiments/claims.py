@@ -552,7 +552,8 @@ def name_of(one: dict | list[dict]) -> str:
     makers = {"puzzles": puzzles, "reward model": hacked, "2 and 10": mixed, "SmolLM2": smollm2}
     everywhere = makers.get(one["data"], arm)("")["flags"]
     flags = {name: value for name, value in one["flags"].items() if name not in everywhere}
-    return label(one | {"flags": flags}) + ("" if one["data"] == "toy" else f", {one['data']}")
+    data = {"toy": "", "2 and 10": ", chains of 2 and 10"}.get(one["data"], f", {one['data']}")
+    return label(one | {"flags": flags}) + data
 
 
 def measure_of(comparison: Comparison) -> str:
@@ -578,7 +579,7 @@ def summary() -> None:
         parts = ", ".join(f"{count} x {name.removesuffix(' here')}" for name, count in counts.items())
         shown = f"**{verdict(number)}**" + (f" ({parts})" if len(claim.comparisons) > 1 else "")
         rows.append([f"[{number}](#claim-{number})", claim.text, claim.source, shown, text])
-    table(["", "claim", "source", "verdict (of its comparisons)", "A - B that decides"], rows)
+    table(["", "claim", "source", "verdict (of its comparisons)", "first A - B with this verdict"], rows)
     for kind, is_ours in (("Claims of papers", False), ("Our questions", True)):
         verdicts = [verdict(n) for n, claim in CLAIMS.items() if claim.source.startswith("our") == is_ours]
         counts = ", ".join(f"{name} {count}" for name, count in Counter(verdicts).most_common())
