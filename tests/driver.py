@@ -2,12 +2,11 @@
 
     driver.py OUT CASES.json     one process, or as many as torchrun starts: a file OUT.<rank>.pt for each
 
-CASES.json is a list of {"script": "grpo", "case": "a name", "sample": false, "flags": [...]}. All run in one process
-group. A fixed rollout is in float64; its responses follow from the prompt alone and are of uneven length, so that any
-number of ranks sees the same batch. Scores, KL, advantages and denominators are the script's own.
+CASES.json is a list of {"script": "grpo", "sample": false, "flags": [...]}. All run in one process group. A fixed
+rollout is in float64; its responses follow from the prompt alone and are of uneven length, so that any number of ranks
+sees the same batch. Scores, KL, advantages and denominators are the script's own.
 """
 
-import copy
 import datetime
 import hashlib
 import importlib
@@ -23,7 +22,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-MODELS = {}  # loaded once for all cases
 
 
 def reward(completions, prompts, **columns):
@@ -74,10 +72,8 @@ class Recorder:
         self.num_loaded += 1
         if self.num_loaded == 2 and args.kl_coef and not self.sample:
             name = "toy/base"
-        if name not in MODELS:
-            MODELS[name] = self.original["load"](args, auto_class, flag, name, device)
-        model, tokenizer = MODELS[name]
-        return copy.deepcopy(model).to(self.dtype), tokenizer
+        model, tokenizer = self.original["load"](args, auto_class, flag, name, device)
+        return model.to(self.dtype), tokenizer
 
     def load_critic(self, args, tokenizer, device):
         """With another head than zeros, at which values and the decoder's gradient would be 0."""
@@ -106,8 +102,9 @@ class Recorder:
         P, T = max(map(len, prompts)), args.max_response_length
         sequences, attention_mask = torch.zeros(2, len(pairs), P + T, dtype=torch.long)
         for i, ((prompt, _), response) in enumerate(zip(pairs, responses)):
-            sequences[i, P - len(prompt) : P + len(response)] = torch.tensor(prompt + response)
-            attention_mask[i, P - len(prompt) : P + len(response)] = 1
+            columns = slice(P - len(prompt), P + len(response))
+            sequences[i, columns] = torch.tensor(prompt + response)
+            attention_mask[i, columns] = 1
         mask = attention_mask[:, P:].bool()
         rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": mask}
         with torch.no_grad():
@@ -120,9 +117,8 @@ class Recorder:
         result = self.original["compute_advantages"](args, rollout)
         mask = rollout["response_mask"]
         self.advantages += [row[row_mask].tolist() for row, row_mask in zip(result["advantages"], mask)]
-        self.scores += zip(
-            *(rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout)
-        )
+        columns = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
+        self.scores += zip(*columns)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
         self.kl_errors.append(float((rollout["kl"] - kl)[mask].abs().max()))
         return result
@@ -165,10 +161,9 @@ def main(out: str, cases: str) -> None:
     results = []
     for i, (case, script) in enumerate(zip(cases, scripts)):
         flags = [*case["flags"], "--run_dir", f"{out}.run{i}", "--device", "cpu"]
-        seen = Recorder(script, case["sample"]).run(flags)
-        if RANK:
-            del seen["gradients"]  # the same as rank 0's, to the last bit
-        results.append(seen | {"script": case["script"], "case": case["case"]})
+        results.append(Recorder(script, case["sample"]).run(flags))
+        if RANK > 0:
+            del results[-1]["gradients"]  # the same as rank 0's, to the last bit
     torch.save(results, f"{out}.{RANK}.pt")
     if WORLD_SIZE > 1:
         dist.destroy_process_group()

@@ -9,102 +9,118 @@ A loss is a sum over entries of new (B, T), so that autograd differentiates it; 
 """
 
 import math
+from typing import NamedTuple
 
 import torch
-
-
-def tokens(mask) -> list[list[int]]:
-    """The true positions of each row."""
-    return [row.nonzero()[:, 0].tolist() for row in mask]
 
 
 def spread(values: list, mask) -> torch.Tensor:
     """(B, T): values[i] on every token of response i; a list gives one number to each."""
     result = torch.zeros(mask.shape, dtype=torch.float64)
-    for i, positions in enumerate(tokens(mask)):
-        for n, t in enumerate(positions):
-            result[i, t] = values[i][n] if isinstance(values[i], list) else values[i]
+    for row, row_mask, x in zip(result, mask, values):
+        row[row_mask] = torch.tensor(x, dtype=torch.float64)
     return result
 
 
-def whitened(rows: list[list[float]]) -> list[list[float]]:
-    flat = [x for row in rows for x in row]
-    mean = math.fsum(flat) / len(flat)
-    std = math.sqrt(max(math.fsum((x - mean) ** 2 for x in flat) / len(flat), 1e-8))
-    return [[(x - mean) / std for x in row] for row in rows]
-
-
-def kl_of(rollout) -> list[list[float]]:
-    """The k1 of each response token, row by row."""
-    return [[float(row[t]) for t in ts] for row, ts in zip(rollout["kl"], tokens(rollout["response_mask"]))]
+def rows_of(name: str, rollout) -> list[list[float]]:
+    """What rollout[name] has on the tokens of each response."""
+    return [row[row_mask].tolist() for row, row_mask in zip(rollout[name], rollout["response_mask"])]
 
 
 def returns_to_go(args, rollout) -> list[list[float]]:
-    """The score minus beta times the KL of this token and all after it; the first is the reward of the response."""
-    pairs = zip(rollout["scores"].tolist(), kl_of(rollout))
-    return [[score - args.kl_coef * math.fsum(kl[n:]) for n in range(len(kl))] for score, kl in pairs]
+    """The score minus beta times the KL of this token and all after it."""
+    pairs = zip(rollout["scores"].tolist(), rows_of("kl", rollout))
+    return [[score - args.kl_coef * math.fsum(kl[t:]) for t in range(len(kl))] for score, kl in pairs]
 
 
-def in_groups(function, values: list[float], args) -> list[float]:
-    """function(i, group) for the i-th of the samples_per_prompt values of each prompt."""
+def rewards(args, rollout) -> list[float]:
+    """The score minus beta times the KL of the response."""
+    return [row[0] for row in returns_to_go(args, rollout)]
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    numbers = [x for row in rows for x in row]
+    mean = math.fsum(numbers) / len(numbers)
+    variance = math.fsum((x - mean) ** 2 for x in numbers) / len(numbers)
+    std = math.sqrt(max(variance, 1e-8))
+    return [[(x - mean) / std for x in row] for row in rows]
+
+
+def groups(values: list[float], args) -> list[list[float]]:
     k = args.samples_per_prompt
-    return [function(j % k, values[j // k * k : j // k * k + k]) for j in range(len(values))]
+    return [values[i : i + k] for i in range(0, len(values), k)]
 
 
-def minus_mean(i: int, group: list[float]) -> float:
-    return 0.0 if len(set(group)) == 1 else group[i] - math.fsum(group) / len(group)
+def minus_group_means(scores: list[float], args) -> list[float]:
+    centered = []
+    for group in groups(scores, args):
+        mean = group[0] if len(set(group)) == 1 else math.fsum(group) / len(group)
+        centered += [x - mean for x in group]
+    return centered
 
 
-def minus_others(i: int, group: list[float]) -> float:
-    return group[i] - math.fsum(group[:i] + group[i + 1 :]) / (len(group) - 1)
-
-
-def normalized(i: int, group: list[float]) -> float:
-    mean = math.fsum(group) / len(group)
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (len(group) - 1))
-    return minus_mean(i, group) / (std + 1e-4)
-
-
-def best(i: int, group: list[float]) -> float:
-    return len(group) if i == group.index(max(group)) else 0.0
+def normalized(scores: list[float], args) -> list[float]:
+    results = []
+    for group in groups(minus_group_means(scores, args), args):
+        std = math.sqrt(math.fsum(x * x for x in group) / (len(group) - 1))
+        results += [x / (std + 1e-4) for x in group]
+    return results
 
 
 def grpo_advantages(args, rollout):
-    return in_groups(normalized, rollout["scores"].tolist(), args)
+    return normalized(rollout["scores"].tolist(), args)
 
 
-gspo_advantages = cispo_advantages = grpo_advantages
+gspo_advantages = cispo_advantages = sapo_advantages = dppo_advantages = grpo_advantages
 
 
 def dapo_advantages(args, rollout):
     scores, start = [], args.max_response_length - args.overlong_buffer
-    for score, positions in zip(rollout["scores"].tolist(), tokens(rollout["response_mask"])):
-        over = len(positions) - start
-        scores.append(score - over / args.overlong_buffer if over > 0 and args.overlong_buffer else score)
-    return in_groups(normalized, scores, args)
+    for score, length in zip(rollout["scores"].tolist(), rollout["response_mask"].sum(1).tolist()):
+        if args.overlong_buffer and length > start:
+            score -= (length - start) / args.overlong_buffer
+        scores.append(score)
+    return normalized(scores, args)
 
 
 def dr_grpo_advantages(args, rollout):
-    return in_groups(minus_mean, rollout["scores"].tolist(), args)
+    return minus_group_means(rollout["scores"].tolist(), args)
 
 
 def reinforce_pp_baseline_advantages(args, rollout):
-    centered = dr_grpo_advantages(args, rollout)
+    centered = minus_group_means(rollout["scores"].tolist(), args)
     std = math.sqrt(max(math.fsum(x * x for x in centered) / len(centered), 1e-8))
     return [x / std for x in centered]
 
 
+def maxrl_advantages(args, rollout):
+    advantages = []
+    for group in groups(rollout["scores"].tolist(), args):
+        mean = math.fsum(group) / len(group)
+        advantages += [0.0 if mean == 0 else (x - mean) / mean for x in group]
+    return advantages
+
+
 def rloo_advantages(args, rollout):
-    return in_groups(minus_others, [row[0] for row in returns_to_go(args, rollout)], args)
+    advantages = []
+    for group in groups(rewards(args, rollout), args):
+        for i, x in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            advantages.append(x - math.fsum(others) / len(others))
+    return advantages
 
 
 def raft_advantages(args, rollout):
-    return in_groups(best, [row[0] for row in returns_to_go(args, rollout)], args)
+    advantages = []
+    for group in groups(rewards(args, rollout), args):
+        best = group.index(max(group))
+        advantages += [len(group) if i == best else 0.0 for i in range(len(group))]
+    return advantages
 
 
 def reinforce_advantages(args, rollout):
-    rewards = [row[0] for row in returns_to_go(args, rollout)]
-    return [x - math.fsum(rewards) / len(rewards) for x in rewards]
+    R = rewards(args, rollout)
+    return [x - math.fsum(R) / len(R) for x in R]
 
 
 def reinforce_pp_advantages(args, rollout):
@@ -116,16 +132,19 @@ def remax_advantages(args, rollout):
     return [[x - greedy for x in row] for row, greedy in pairs]
 
 
+def distill_advantages(args, rollout):
+    pairs = zip(rows_of("ref_logprobs", rollout), rows_of("old_logprobs", rollout))
+    return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
+
+
 def generalized_advantages(args, rollout) -> tuple[list[list[float]], list[list[float]]]:
     """A_t as the sum over s >= t of lambda^(s-t) delta_s, as in the paper, and the targets A_t + V_t."""
     advantages, targets = [], []
-    rows = zip(
-        rollout["scores"].tolist(), kl_of(rollout), rollout["values"], tokens(rollout["response_mask"])
-    )
-    for score, kl, values, positions in rows:
-        n = len(positions)
-        V = [float(values[t]) for t in positions] + [0.0]
-        reward = [-args.kl_coef * kl[t] + (score if t == n - 1 else 0.0) for t in range(n)]
+    rows = zip(rollout["scores"].tolist(), rows_of("kl", rollout), rows_of("values", rollout))
+    for score, kl, values in rows:
+        n, V = len(kl), [*values, 0.0]
+        reward = [-args.kl_coef * x for x in kl]
+        reward[-1] += score
         delta = [reward[t] + V[t + 1] - V[t] for t in range(n)]
         A = [math.fsum(args.gae_lambda ** (s - t) * delta[s] for s in range(t, n)) for t in range(n)]
         advantages.append(A)
@@ -141,28 +160,43 @@ def ppo_returns(args, rollout):
     return generalized_advantages(args, rollout)[1]
 
 
-def token_terms(batch, new):
-    """For each response token: row, new log-prob (differentiable), ratio, reference log-prob, advantage."""
-    for i, positions in enumerate(tokens(batch["response_mask"])):
-        for t in positions:
-            ratio = (new[i, t] - float(batch["old_logprobs"][i, t])).exp()
-            yield i, new[i, t], ratio, float(batch["ref_logprobs"][i, t]), float(batch["advantages"][i, t])
+class Token(NamedTuple):
+    row: int  # of its response in the batch
+    length: int  # of its response
+    new: torch.Tensor  # pi_theta's log-prob, differentiable
+    old: float  # pi_old's
+    ref: float  # pi_ref's
+    advantage: float
+    ratio: torch.Tensor  # differentiable
 
 
-def policy_gradient(batch, new, divisor):
-    """REINFORCE's loss: nothing is clipped."""
-    return -sum(
-        advantage * logprob for _, logprob, _, _, advantage in token_terms(batch, new)
-    ) / divisor, None
+def tokens(batch, new) -> list[Token]:
+    """All response tokens."""
+    mask, found = batch["response_mask"], []
+    for i, t in mask.nonzero().tolist():
+        old, ref, A = (float(batch[name][i, t]) for name in ("old_logprobs", "ref_logprobs", "advantages"))
+        found.append(Token(i, int(mask[i].sum()), new[i, t], old, ref, A, (new[i, t] - old).exp()))
+    return found
+
+
+def reinforce_loss(args, batch, new, num_sequences, num_tokens):
+    return -sum(token.advantage * token.new for token in tokens(batch, new)) / num_sequences, None
+
+
+def remax_loss(args, batch, new, num_sequences, num_tokens):
+    return -sum(token.advantage * token.new for token in tokens(batch, new)) / num_tokens, None
+
+
+rloo_loss = raft_loss = maxrl_loss = reinforce_loss
+distill_loss = remax_loss
 
 
 def clipped(args, ratio, advantage: float):
     """PPO's objective of a token, and whether it is constant there."""
-    low, high = (
-        (args.clip_eps, args.clip_eps)
-        if hasattr(args, "clip_eps")
-        else (args.clip_eps_low, args.clip_eps_high)
-    )
+    if hasattr(args, "clip_eps"):
+        low = high = args.clip_eps
+    else:
+        low, high = args.clip_eps_low, args.clip_eps_high
     if advantage > 0 and ratio > 1 + high:
         return (1 + high) * advantage, True
     if advantage < 0 and ratio < 1 - low:
@@ -170,128 +204,92 @@ def clipped(args, ratio, advantage: float):
     return ratio * advantage, False
 
 
-def clipped_loss(args, batch, new, divisors: list, num_tokens):
-    """Minus the clipped objective of each token over divisors[i], where i is its response; the share clipped."""
-    loss, share = 0.0, 0.0
-    for i, _, ratio, _, advantage in token_terms(batch, new):
-        objective, is_constant = clipped(args, ratio, advantage)
-        loss, share = loss - objective / divisors[i], share + is_constant / num_tokens
-    return loss, share
-
-
-def rloo_loss(args, batch, new, num_sequences, num_tokens):
-    return policy_gradient(batch, new, num_sequences)
-
-
-def remax_loss(args, batch, new, num_sequences, num_tokens):
-    return policy_gradient(batch, new, num_tokens)
+def clipped_loss(args, batch, new, divisor, num_tokens):
+    loss, count = 0.0, 0
+    for token in tokens(batch, new):
+        objective, is_constant = clipped(args, token.ratio, token.advantage)
+        loss = loss - objective / divisor
+        count += is_constant
+    return loss, count / num_tokens
 
 
 def reinforce_pp_loss(args, batch, new, num_sequences, num_tokens):
-    return clipped_loss(args, batch, new, [num_tokens] * len(new), num_tokens)
+    return clipped_loss(args, batch, new, num_tokens, num_tokens)
 
 
-reinforce_loss = raft_loss = rloo_loss
 ppo_loss = dapo_loss = reinforce_pp_loss
 
 
 def reinforce_pp_baseline_loss(args, batch, new, num_sequences, num_tokens):
-    loss, share = reinforce_pp_loss(args, batch, new, num_sequences, num_tokens)
-    k2 = sum((logprob - ref) ** 2 / 2 for _, logprob, _, ref, _ in token_terms(batch, new))
+    loss, share = clipped_loss(args, batch, new, num_tokens, num_tokens)
+    k2 = sum((token.new - token.ref) ** 2 / 2 for token in tokens(batch, new))
     return loss + args.kl_coef * k2 / num_tokens, share
 
 
-def grpo_loss(args, batch, new, num_sequences, num_tokens):
-    divisors = [num_sequences * length for length in batch["response_mask"].sum(1).tolist()]
-    loss, share = clipped_loss(args, batch, new, divisors, num_tokens)
-    for i, logprob, _, ref, _ in token_terms(batch, new):
-        k3 = (ref - logprob).exp() - 1 - (ref - logprob)
-        loss = loss + args.kl_coef * k3 / divisors[i]
-    return loss, share
-
-
 def dr_grpo_loss(args, batch, new, num_sequences, num_tokens):
-    return clipped_loss(args, batch, new, [num_sequences * args.max_response_length] * len(new), num_tokens)
+    return clipped_loss(args, batch, new, num_sequences * args.max_response_length, num_tokens)
+
+
+def grpo_loss(args, batch, new, num_sequences, num_tokens):
+    loss, count = 0.0, 0
+    for token in tokens(batch, new):
+        objective, is_constant = clipped(args, token.ratio, token.advantage)
+        d = token.new - token.ref
+        k3 = (-d).exp() - 1 + d
+        loss = loss + (args.kl_coef * k3 - objective) / token.length / num_sequences
+        count += is_constant
+    return loss, count / num_tokens
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):
     """As in the paper where the advantage is the same on all tokens; otherwise its mean over tokens."""
-    loss, share = 0.0, 0.0
-    for i, positions in enumerate(tokens(batch["response_mask"])):
-        ratio = (
-            sum(new[i, t] - float(batch["old_logprobs"][i, t]) for t in positions) / len(positions)
-        ).exp()
-        for t in positions:
-            objective, is_constant = clipped(args, ratio, float(batch["advantages"][i, t]))
-            loss, share = loss - objective / len(positions) / num_sequences, share + is_constant / num_tokens
-    return loss, share
+    log_ratios = [0.0] * len(new)
+    for token in tokens(batch, new):
+        log_ratios[token.row] += (token.new - token.old) / token.length
+    loss, count = 0.0, 0
+    for token in tokens(batch, new):
+        objective, is_constant = clipped(args, log_ratios[token.row].exp(), token.advantage)
+        loss = loss - objective / token.length / num_sequences
+        count += is_constant
+    return loss, count / num_tokens
 
 
 def cispo_loss(args, batch, new, num_sequences, num_tokens):
-    loss, share = 0.0, 0.0
-    for _, logprob, ratio, _, advantage in token_terms(batch, new):
-        weight = min(max(float(ratio.detach()), 1 - args.clip_eps_low), 1 + args.clip_eps_high)
-        loss = loss - weight * advantage * logprob / num_tokens
-        share += (weight != float(ratio.detach())) / num_tokens
-    return loss, share
-
-
-def ppo_value_loss(args, batch, values, num_tokens):
-    loss = 0.0
-    for i, positions in enumerate(tokens(batch["response_mask"])):
-        for t in positions:
-            old, target, eps = (
-                float(batch["values"][i, t]),
-                float(batch["returns"][i, t]),
-                args.value_clip_eps,
-            )
-            near = min(max(values[i, t], old - eps), old + eps)
-            loss = loss + 0.5 * max((values[i, t] - target) ** 2, (near - target) ** 2) / num_tokens
-    return loss
-
-
-def over_mean(i: int, group: list[float]) -> float:
-    mean = math.fsum(group) / len(group)
-    return 0.0 if mean == 0 else (group[i] - mean) / mean
-
-
-def maxrl_advantages(args, rollout):
-    return in_groups(over_mean, rollout["scores"].tolist(), args)
-
-
-sapo_advantages = dppo_advantages = grpo_advantages
-
-
-def distill_advantages(args, rollout):
-    rows = zip(rollout["old_logprobs"], rollout["ref_logprobs"], tokens(rollout["response_mask"]))
-    return [[float(ref[t]) - float(old[t]) for t in positions] for old, ref, positions in rows]
-
-
-maxrl_loss, distill_loss = rloo_loss, remax_loss
+    loss, count = 0.0, 0
+    for token in tokens(batch, new):
+        ratio = token.ratio.item()
+        weight = min(max(ratio, 1 - args.clip_eps_low), 1 + args.clip_eps_high)
+        loss = loss - weight * token.advantage * token.new / num_tokens
+        count += weight != ratio
+    return loss, count / num_tokens
 
 
 def sapo_loss(args, batch, new, num_sequences, num_tokens):
-    loss, lengths = 0.0, batch["response_mask"].sum(1).tolist()
-    for i, _, ratio, _, advantage in token_terms(batch, new):
-        tau = args.tau_pos if advantage > 0 else args.tau_neg
-        gate = 4 / tau / (1 + (-tau * (ratio - 1)).exp())
-        loss = loss - gate * advantage / lengths[i] / num_sequences
+    loss = 0.0
+    for token in tokens(batch, new):
+        tau = args.tau_pos if token.advantage > 0 else args.tau_neg
+        gate = 4 / tau / (1 + (-tau * (token.ratio - 1)).exp())
+        loss = loss - gate * token.advantage / token.length / num_sequences
     return loss, None
 
 
 def dppo_loss(args, batch, new, num_sequences, num_tokens):
-    loss, share = 0.0, 0.0
-    for i, positions in enumerate(tokens(batch["response_mask"])):
-        for t in positions:
-            advantage, p, old_p = (
-                float(batch["advantages"][i, t]),
-                new[i, t].exp(),
-                batch["old_logprobs"][i, t].exp(),
-            )
-            moved = float(p - old_p) if advantage > 0 else float(old_p - p)
-            if moved > args.delta:
-                share += 1 / num_tokens
-            else:
-                weight = min(float(p / old_p), args.max_ratio)
-                loss = loss - weight * advantage * new[i, t] / num_tokens
-    return loss, share
+    loss, count = 0.0, 0
+    for token in tokens(batch, new):
+        change = math.exp(token.new.item()) - math.exp(token.old)
+        too_far = change > args.delta if token.advantage > 0 else change < -args.delta
+        if too_far:
+            count += 1
+        else:
+            weight = min(token.ratio.item(), args.max_ratio)
+            loss = loss - weight * token.advantage * token.new / num_tokens
+    return loss, count / num_tokens
+
+
+def ppo_value_loss(args, batch, values, num_tokens):
+    loss = 0.0
+    for i, t in batch["response_mask"].nonzero().tolist():
+        value, old, target = values[i, t], float(batch["values"][i, t]), float(batch["returns"][i, t])
+        near = min(max(value, old - args.value_clip_eps), old + args.value_clip_eps)
+        loss = loss + 0.5 * max((value - target) ** 2, (near - target) ** 2) / num_tokens
+    return loss

@@ -1,13 +1,14 @@
 """The three kinds of reward, and how a score is processed before the advantage."""
 
 import importlib
-import json
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SKELETONS, read_jsonl, write_jsonl
-from zoo import WORDS, make_model, make_tokenizer, run, save
+from conftest import ROOT, read_jsonl, write_jsonl
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from zoo import make_model, make_tokenizer, run, save
 
 import grpo
 import ppo
@@ -22,32 +23,30 @@ ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "
 
 def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
     """The scores of RESPONSES, from a rollout as generate makes it, with prompts of one token."""
-    tokenizer, args = tokenizer or make_tokenizer(), grpo.Args(reward=str(reward), **flags)
-    ids = [
-        tokenizer(x, add_special_tokens=False)["input_ids"] + [1] * end for x, end in zip(RESPONSES, ENDED)
-    ]
-    T = max(map(len, ids))
+    tokenizer, responses = tokenizer or make_tokenizer(), []
+    for text, end in zip(RESPONSES, ENDED):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [1] * end
+        responses.append(torch.tensor(ids))
+    masks = [torch.ones_like(ids, dtype=torch.bool) for ids in responses]
     rollout = {
-        "sequences": torch.tensor([[0, *x, *[0] * (T - len(x))] for x in ids]),
-        "response_mask": torch.tensor([[i < len(x) for i in range(T)] for x in ids]),
+        "sequences": pad(pad_sequence(responses, batch_first=True), (1, 0)),
+        "response_mask": pad_sequence(masks, batch_first=True),
         "truncated": ~torch.tensor(ENDED),
     }
-    return grpo.score(grpo.load_reward(args, "reward", args.reward, CPU), tokenizer, rows, rollout)
+    loaded = grpo.load_reward(grpo.Args(**flags), "reward", str(reward), CPU)
+    return grpo.score(loaded, tokenizer, rows, rollout)
 
 
 @pytest.mark.parametrize(
     "marker, completion, answer, expected",
     [
-        ("answer", "think 3 answer 8", "8", 1),
         ("answer", "answer 3 answer  8 ", 8, 1),  # the last marker counts; a number in the column
         ("answer", "answer 8 answer 3", "8", 0),
         ("answer", "answer 8 or 9", "8", 0),
-        ("answer", "answer", "8", 0),
         ("answer", "answer 8", " 8\n", 1),
         ("answer", " 8", "8", 1),  # without a marker the whole completion counts
         ("answer", "it is 8", "8", 0),
         ("####", "6 * 7 = 42 #### 42", "42", 1),
-        ("####", "", "42", 0),
     ],
 )
 def test_exact_answer(marker, completion, answer, expected):
@@ -69,7 +68,6 @@ def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
     )
     expected = [8**0.5, 2**0.5, 5**0.5]
     assert scores(f"{tmp_path}/mine.py:length").tolist() == pytest.approx(expected)
-    assert not list(tmp_path.glob("__pycache__"))
 
 
 def test_scores_are_processed_in_order():
@@ -78,15 +76,15 @@ def test_scores_are_processed_in_order():
     def process(**flags):
         return grpo.process_scores(grpo.Args(**flags), raw, truncated)
 
-    assert torch.equal(process(), raw)
-    assert process(missing_eos_penalty=0.5).tolist() == [1.0, -1.5, 3.0]
+    assert process().tolist() == raw.tolist()
     assert process(missing_eos_penalty=0.5, reward_scale=2.0).tolist() == [2.0, -3.0, 6.0]
     assert process(missing_eos_penalty=0.5, reward_scale=2.0, reward_clip=2.5).tolist() == [2.0, -2.5, 2.5]
     penalized = torch.tensor([1.0, -1.5, 3.0])
     expected = (penalized - penalized.mean()) / penalized.std(correction=0)
     torch.testing.assert_close(process(missing_eos_penalty=0.5, reward_zscore=True), expected)
     assert process(reward_zscore=True, reward_clip=1.0).tolist()[1:] == [-1.0, 1.0]  # clipped last
-    assert grpo.process_scores(grpo.Args(reward_zscore=True), torch.ones(3), truncated).tolist() == [0.0] * 3
+    equal = grpo.process_scores(grpo.Args(reward_zscore=True), torch.ones(3), truncated)
+    assert equal.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
@@ -132,29 +130,17 @@ def test_a_reward_model_reads_prompt_and_response_and_eos(tmp_path, pad_token_id
 
 
 @pytest.mark.parametrize("chats", [False, True])
-def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, chats):
+def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, tokenizer, chats):
     """The policy's words have other ids. The turn of a truncated response stays open and gets no EOS."""
     own = make_tokenizer(bos=True, chat=True)
     save_reward_model(tmp_path, own)
-    changed = json.loads(own.backend_tokenizer.to_str())
-    changed["model"]["vocab"] = {word: 23 - i if i > 1 else i for i, word in enumerate(WORDS)}
-    core = type(own.backend_tokenizer).from_str(json.dumps(changed))
-    policy = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-    assert policy("think")["input_ids"] != own("think")["input_ids"]
+    assert tokenizer("think")["input_ids"] != own("think", add_special_tokens=False)["input_ids"]
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
     texts = []
     for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
         text = f"<user> {prompt} <end> <model> {response}" + " <end> <eos>" * end
         texts.append(own(text)["input_ids"])  # with its BOS
-    assert_scores(scores(tmp_path, policy, rows), tmp_path, texts)
-
-
-def test_a_template_that_ends_in_eos_gets_no_second_one(tmp_path):
-    tokenizer = make_tokenizer()
-    turns = "{% for m in messages %}{{ m.content }} {{ '<eos>' if m.role == 'assistant' }} {% endfor %}"
-    tokenizer.chat_template = turns
-    save_reward_model(tmp_path, tokenizer)
-    assert_scores(scores(tmp_path), tmp_path, ids_of(tokenizer))
+    assert_scores(scores(tmp_path, tokenizer, rows), tmp_path, texts)
 
 
 def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
@@ -168,8 +154,7 @@ def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
     assert learned[0] == expected[0] and learned[2] == expected[2]
 
 
-@pytest.mark.parametrize("script", SKELETONS)
-def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_path):
+def test_eval_reward_scores_the_held_out_responses_and_nothing_else(tmp_path):
     """--reward gives 3, --eval_reward 7 or 8. --reward knows no column group."""
     (tmp_path / "mine.py").write_text(
         "def train(prompts, **_): return [3.0] * len(prompts)\n"
@@ -178,13 +163,10 @@ def test_eval_reward_scores_the_held_out_responses_and_nothing_else(script, tmp_
     held_out = [row | {"group": group} for row in ROWS for group in "ab"]
     flags = {"eval_dataset": write_jsonl(tmp_path / "e.jsonl", held_out), "eval_every": 1, "log_every": 1}
     flags |= {"reward": f"{tmp_path}/mine.py:train", "eval_reward": f"{tmp_path}/mine.py:held_out"}
-    run(script, run_dir=tmp_path / "run", **flags)
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    evaluated = {"eval/score/a": 7.0, "eval/score/b": 8.0}
-    assert [line for line in lines if "score" not in line] == [
-        {"iteration": i} | evaluated for i in (0, 1, 2)
-    ]
-    assert [line["score"] for line in lines if "score" in line] == [3.0, 3.0]
+    run("grpo", run_dir=tmp_path / "run", num_iterations=1, **flags)
+    before, line, after = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert before == {"iteration": 0, "eval/score/a": 7.0, "eval/score/b": 8.0}
+    assert after == before | {"iteration": 1} and line["score"] == 3.0
     assert {row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {3.0, 7.0, 8.0}
 
 
@@ -193,55 +175,53 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
     toy = ROOT / "toy"
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model").state_dict()
     policy = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy").state_dict()
-    for name in (toy / "reward_model", tmp_path, "exact_answer", "mine.py:f"):
+    no_head = torch.zeros_like(judge["score.weight"])
+    cases = [(toy / "reward_model", judge, judge["score.weight"])]
+    cases += [(name, policy, no_head) for name in (tmp_path, "exact_answer", "mine.py:f")]
+    for name, start, head in cases:
         critic = ppo.load_critic(ppo.Args(reward=str(name)), tokenizer, CPU).state_dict()
-        head = critic.pop("head.weight")
-        start = judge if name == toy / "reward_model" else policy
-        assert torch.equal(head, judge["score.weight"] if start is judge else torch.zeros_like(head))
+        assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
 
-def keep(kept: list, value):
-    kept.append(value)
-    return value
+def recorded(monkeypatch, module, name: str) -> list:
+    """What a function of a script gets and returns in each call."""
+    calls, function = [], getattr(module, name)
+
+    def stand_in(*args, **options):
+        result = function(*args, **options)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(module, name, stand_in)
+    return calls
 
 
 def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp_path, monkeypatch):
     """By the raw scores: the penalty would change which groups are equal."""
-    rollouts, compute_advantages = [], grpo.compute_advantages
-    monkeypatch.setattr(grpo, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1])))
+    calls, shares = recorded(monkeypatch, grpo, "score"), []
     flags = {"samples_per_prompt": 4, "batch_size": 32, "num_iterations": 4, "missing_eos_penalty": 0.5}
-    run("grpo", run_dir=tmp_path / "grpo", **flags)
-    shares = []
-    for rollout, line in zip(rollouts, read_jsonl(tmp_path / "grpo" / "metrics.jsonl"), strict=True):
-        groups = rollout["raw_scores"].view(-1, 4).tolist()
+    run("grpo", run_dir=tmp_path / "run", **flags)
+    for (_, raw_scores), line in zip(calls, read_jsonl(tmp_path / "run" / "metrics.jsonl"), strict=True):
+        groups = raw_scores.view(-1, 4).tolist()
         shares.append(sum(len(set(group)) == 1 for group in groups) / len(groups))
         assert line["equal_groups"] == shares[-1]
     assert len(set(shares)) > 1
-    run("reinforce", run_dir=tmp_path / "reinforce")
-    assert "equal_groups" not in read_jsonl(tmp_path / "reinforce" / "metrics.jsonl")[0]
 
 
 @pytest.mark.parametrize("script", ["grpo", "remax"])
-def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch, tokenizer):
+def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch):
     """In remax.py the greedy response gets its own penalty."""
-    module, generated, rollouts = importlib.import_module(script), [], []
-    generate, compute_advantages = module.generate, module.compute_advantages
-    monkeypatch.setattr(module, "generate", lambda *x, **options: keep(generated, generate(*x, **options)))
-    monkeypatch.setattr(
-        module, "compute_advantages", lambda *x: compute_advantages(x[0], keep(rollouts, x[1]))
-    )
+    module = importlib.import_module(script)
+    scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
+    advantages = recorded(monkeypatch, module, "compute_advantages")
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [3.0 + len(x) for x in completions]")
     flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
     run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
-    (rollout,), (line,) = rollouts, read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert line["score"] == pytest.approx(float(rollout["raw_scores"].mean()))
-    expected = 2 * (rollout["raw_scores"] - 0.5 * rollout["truncated"])
-    torch.testing.assert_close(rollout["scores"], expected)
+    ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert line["score"] == pytest.approx(float(scored[0][1].mean()))
     assert 0 < rollout["truncated"].sum() < 16
-    if script == "remax":
-        greedy = generated[1]
-        texts = module.decode(tokenizer, greedy, skip_special_tokens=True)
-        raw = torch.tensor([3.0 + len(text) for text in texts])
-        torch.testing.assert_close(rollout["greedy_scores"], 2 * (raw - 0.5 * greedy["truncated"]))
-        assert (greedy["truncated"] != rollout["truncated"]).any()
+    assert len(scored) == (2 if script == "remax" else 1)
+    for name, (_, raw_scores), (_, sampled) in zip(("scores", "greedy_scores"), scored, generated):
+        torch.testing.assert_close(rollout[name], 2 * (raw_scores - 0.5 * sampled["truncated"]))
+    assert script == "grpo" or (generated[1][1]["truncated"] != rollout["truncated"]).any()
