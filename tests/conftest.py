@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time
+os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time
 os.environ["WANDB_MODE"] = "disabled"
 
 import sync

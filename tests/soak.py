@@ -82,10 +82,6 @@ def start(script: str, ranks: int, run_dir: Path, *flags: str, kill: str = "") -
         return subprocess.Popen([*map(str, command)], env=env, stdout=file, stderr=file)
 
 
-def wait(process, run_dir):
-    return process.wait()
-
-
 def without_clock(path: Path) -> list[dict]:
     """The lines of a .jsonl without the metrics that depend on the time."""
     lines = [json.loads(line) for line in path.open()]

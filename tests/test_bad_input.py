@@ -1,6 +1,5 @@
 """Bad input gets one line that names the flag, its value and the remedy, and exit code 2."""
 
-import importlib
 import json
 import logging
 import math
@@ -10,36 +9,27 @@ import datasets
 import pytest
 import torch
 import transformers
-from conftest import POLICY_SCRIPTS, ROOT, launch, words_of, write_jsonl
+from conftest import ROOT, launch, words_of, write_jsonl
 from zoo import make_model, make_tokenizer, run, save
-
-import grpo
 
 datasets.logging.set_verbosity(logging.CRITICAL)  # it prints about broken files
 TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
-CHAT = {"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}
 DATA = {
     "good": [GOOD] * 16,
     "empty": [],
     "no_prompt": [{"question": "3 ?", "answer": "3"}] * 16,
     "empty_prompt": [GOOD, GOOD | {"prompt": ""}],
-    "null_prompt": [GOOD, GOOD | {"prompt": None}],
-    "empty_chat": [CHAT | {"prompt": []}],
-    "chat": [CHAT] * 16,
+    "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [{"prompt": "3 ?"}] * 16,
     "null_answer": [GOOD | {"answer": None}] * 16,
     "few": [GOOD],
-    "two_kinds": [GOOD, CHAT],
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
-def nested(completions, **columns): return [[1.0]] * len(completions)
 def text(completions, **columns): return ["good"] * len(completions)
-def none(completions, **columns): return [None] * len(completions)
 def nan(completions, **columns): return [float("nan")] * len(completions)
 def raises(completions, **columns): raise RuntimeError("the judge is asleep")
-def strict(completions): return [1.0] * len(completions)
 """
 OWN_FOLDER = """
 import os, runpy, sys
@@ -57,33 +47,28 @@ def bad(tmp_path_factory):
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
-    (folder / "fake.parquet").write_bytes(b"PAR1 not really")
     (folder / "reward.py").write_text(REWARDS)
 
-    def copy(name, source="policy"):
-        return shutil.copytree(TOY / source, folder / name)
-
-    for file in copy("no_tokenizer").glob("tokenizer*"):
+    for name in ("no_tokenizer", "pickled", "remote"):
+        shutil.copytree(TOY / "policy", folder / name)
+    for file in (folder / "no_tokenizer").glob("tokenizer*"):
         file.unlink()
-    (copy("no_config") / "config.json").unlink()
-    (copy("no_weights") / "model.safetensors").unlink()
-    (copy("broken_config") / "config.json").write_text("{")
-    weights = copy("torn") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    (copy("pickled") / "model.safetensors").unlink()
+    (folder / "pickled" / "model.safetensors").unlink()
     toy = transformers.AutoModelForCausalLM.from_pretrained(TOY / "policy")
     torch.save(toy.state_dict(), folder / "pickled" / "pytorch_model.bin")
     config = {"model_type": "mine"}
     config["auto_map"] = {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
-    (copy("remote") / "config.json").write_text(json.dumps(config))
+    (folder / "remote" / "config.json").write_text(json.dumps(config))
     (folder / "remote" / "modeling.py").write_text(f"open({str(folder / 'code ran')!r}, 'w')\n")
-    save(folder / "body_only", make_model("llama").model, make_tokenizer())
+
     model, tokenizer = make_model("llama"), make_tokenizer()
+    save(folder / "body_only", model.model, tokenizer)
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
+    shutil.copytree(TOY / "reward_model", folder / "three")
     auto = transformers.AutoModelForSequenceClassification
-    auto.from_pretrained(TOY / "policy", num_labels=3).save_pretrained(copy("three", "reward_model"))
+    auto.from_pretrained(TOY / "policy", num_labels=3).save_pretrained(folder / "three")
     return folder
 
 
@@ -92,11 +77,6 @@ CASES = {
     "batch and groups": ("--samples_per_prompt 4 --batch_size 10", ": use a multiple of 4"),
     "minibatches": ("--num_minibatches 3", ": use a divisor of 16"),
     "model not on the hub": ("--model no/such-model", "use a folder or a hub id"),
-    "model folder missing": ("--model {bad}/nowhere",),
-    "model without config": ("--model {bad}/no_config",),
-    "model with a broken config": ("--model {bad}/broken_config",),
-    "model without weights": ("--model {bad}/no_weights",),
-    "model with torn weights": ("--model {bad}/torn",),
     "model in a pickle": ("--model {bad}/pickled",),
     "model with code": ("--model {bad}/remote",),
     "model without tokenizer": ("--model {bad}/no_tokenizer",),
@@ -104,32 +84,22 @@ CASES = {
     "model without EOS": ("--model {bad}/no_eos", "no EOS"),
     "reward model as policy": ("--model {toy}/reward_model", "use another"),
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
-    "dataset not on the hub": ("--dataset no/such-dataset", "a hub id"),
     "dataset empty": ("--dataset {bad}/empty.jsonl",),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
-    "dataset of texts and chats": ("--dataset {bad}/two_kinds.jsonl",),
-    "dataset no parquet": ("--dataset {bad}/fake.parquet",),
     "no column prompt": ("--dataset {bad}/no_prompt.jsonl", "`prompt`"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
-    "prompt null": ("--dataset {bad}/null_prompt.jsonl", "row 1", "`prompt`"),
-    "chat empty": ("--dataset {bad}/empty_chat.jsonl", "row 0", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "need a --model with a template"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "`answer`"),
     "answer null": ("--dataset {bad}/null_answer.jsonl --reward exact_answer", "`answer`"),
     "eval_dataset missing": ("--eval_dataset no/such.jsonl",),
-    "eval_dataset without prompt": ("--eval_dataset {bad}/no_prompt.jsonl", "`prompt`"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "or more"),
     "prompts too long": ("--max_prompt_length 2", "0 of 16", "or more"),
     "beyond the positions": ("--max_response_length 125", "129", "128"),
     "reward misspelled": ("--reward exact_anwser",),
     "reward raises": ("--reward {bad}/reward.py:raises", "is asleep"),
-    "reward of other arguments": ("--reward {bad}/reward.py:strict", "unexpected"),
     "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not give 16 finite scores"),
-    "nested scores": ("--reward {bad}/reward.py:nested", "did not give 16 finite scores"),
     "scores that are text": ("--reward {bad}/reward.py:text",),
-    "scores that are None": ("--reward {bad}/reward.py:none",),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite scores"),
-    "reward model missing": ("--reward no/such-rm",),
     "reward model a causal LM": ("--reward {toy}/policy", "1 weights missing"),
     "reward model of 3 outputs": ("--reward {bad}/three", "several outputs"),
     "eval_reward missing": ("--eval_reward no/such-rm",),
@@ -146,34 +116,21 @@ def refused(script: str, capsys, **flags) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    "script, case",
-    # ppo.py loads its critic from the reward model; otherwise the other scripts have the same lines.
-    [("grpo", case) for case in CASES] + [("ppo", case) for case in CASES if "reward model" in case],
-)
-def test_refused(script, case, bad, tmp_path, capsys):
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case, bad, tmp_path, capsys):
     text, *expected = (part.format(bad=bad, toy=TOY) for part in CASES[case])
     pairs = text.removeprefix("--").split(" --")
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
-    said = refused(script, capsys, **flags | dict(pair.split() for pair in pairs))
+    said = refused("grpo", capsys, **flags | dict(pair.split() for pair in pairs))
     assert f"--{pairs[-1]}" in said and all(words in said for words in expected), said
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
     assert not (bad / "code ran").exists()
 
 
-@pytest.mark.parametrize("script", POLICY_SCRIPTS)
-def test_numbers_out_of_range(script, tmp_path, capsys):
-    """Of grpo.py all flags; of the others those of their estimator."""
-    flags, tried = vars(importlib.import_module(script).Args()), 0
-    for name, value in flags.items():
-        is_number = type(value) in (int, float) or name == "reward_clip"
-        if not is_number or (script != "grpo" and name in vars(grpo.Args())):
-            continue
-        for wrong in [-1] if isinstance(value, int) else [-0.5, math.nan, math.inf]:
-            said = refused(script, capsys, run_dir=tmp_path / "run", **{name: wrong})
-            assert f"--{name} {wrong}: use" in said
-            tried += 1
-    assert tried > 25 or script != "grpo"
+def test_numbers_out_of_range(tmp_path, capsys):
+    wrong = {"batch_size": -1, "kl_coef": -0.5, "learning_rate": math.nan, "reward_clip": math.inf}
+    for name, value in wrong.items():
+        assert f"--{name} {value}: use" in refused("grpo", capsys, run_dir=tmp_path / "run", **{name: value})
     assert not (tmp_path / "run").exists()
 
 
@@ -183,21 +140,16 @@ def test_zero_where_it_cannot_work(capsys):
         assert f"--{name} 0" in refused("grpo", capsys, **{name: 0})
 
 
-def test_a_group_needs_two_where_it_is_compared_with_itself(capsys):
-    grouped = [
-        name for name in POLICY_SCRIPTS if importlib.import_module(name).Args.min_samples_per_prompt > 1
-    ]
-    assert {"grpo", "rloo", "reinforce_pp_baseline"} <= set(grouped)
-    for script in grouped:
-        assert "--samples_per_prompt 1: use 2" in refused(script, capsys, samples_per_prompt=1)
+@pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
+def test_a_group_needs_two_where_it_is_compared_with_itself(script, capsys):
+    assert "--samples_per_prompt 1: use 2" in refused(script, capsys, samples_per_prompt=1)
 
 
-def test_a_run_folder_of_other_flags_or_another_script_than_grpo(bad, tmp_path, capsys):
+def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run", "num_iterations": 1}
     run("grpo", **flags)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    changes = {"seed": 2, "temperature": 0.5, "dataset": bad / "no_answer.jsonl", "reward_clip": 3.0}
-    for name, value in changes.items():
+    for name, value in {"seed": 2, "dataset": bad / "no_answer.jsonl", "reward_clip": 3.0}.items():
         said = refused("grpo", capsys, **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is another run" in said
         assert f"--{name} {value}, was" in said and said.count(", was") == 1
@@ -215,13 +167,17 @@ def refused_on_two_ranks(*command) -> str:
     return said
 
 
-@pytest.mark.parametrize("reward, batch_size", [("exact_answer", 12), ("reward.py:nan", 16)])
-def test_one_line_for_all_ranks(reward, batch_size, bad, tmp_path):
+@pytest.mark.parametrize(
+    "reward, batch_size, words",
+    [
+        ("exact_answer", 12, "--batch_size 12: use a multiple of 16"),
+        ("{bad}/reward.py:nan", 16, "finite scores"),
+    ],
+)
+def test_one_line_for_all_ranks(reward, batch_size, words, bad, tmp_path):
     """Before and after the ranks are connected."""
-    reward = reward.replace("reward.py", str(bad / "reward.py"))
-    flags = {"dataset": bad / "good.jsonl", "reward": reward, "batch_size": batch_size}
-    said = refused_on_two_ranks(ROOT / "grpo.py", *words_of(run_dir=tmp_path / "run", **flags))
-    assert ("finite scores" if batch_size == 16 else "--batch_size 12: use a multiple of 16") in said
+    flags = {"dataset": bad / "good.jsonl", "reward": reward.format(bad=bad), "batch_size": batch_size}
+    assert words in refused_on_two_ranks(ROOT / "grpo.py", *words_of(run_dir=tmp_path / "run", **flags))
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 

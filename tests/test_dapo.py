@@ -51,27 +51,17 @@ def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_pa
     rollouts, lines = run_dapo(num_iterations=3, max_rollouts=50, log_every=1)
     for rollout, line in zip(rollouts, lines, strict=True):
         assert len(rollout["scores"]) == 32 and all(mixed(rollout))
-        sequences, mask = rollout["sequences"], rollout["response_mask"]
-        T = mask.shape[1]
-        prompts = zip(sequences[:, :-T], rollout["attention_mask"][:, :-T].bool())
-        assert all(tokenizer.decode(ids[kept]).startswith("3 ") for ids, kept in prompts)
-        texts = [
-            tokenizer.decode(ids[kept], skip_special_tokens=True)
-            for ids, kept in zip(sequences[:, -T:], mask)
-        ]
-        assert rollout["scores"].tolist() == [
-            len(text) % 3 for text in texts
-        ]  # each its own, after the parts were joined
+        T = rollout["response_mask"].shape[1]
+        for ids, mask in zip(rollout["sequences"][:, :-T], rollout["attention_mask"][:, :-T]):
+            assert tokenizer.decode(ids[mask == 1]).startswith("3 ")
+        # Each response has its own score after the parts were joined.
+        texts = dapo.decode(tokenizer, rollout, skip_special_tokens=True)
+        assert rollout["scores"].tolist() == [len(text) % 3 for text in texts]
+        # Before the last rollout there were fewer than 4.
         found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
-        assert line["rollouts"] > 1 and found in (
-            4,
-            5,
-            6,
-            7,
-        )  # before the last rollout there were fewer than 4
-        assert line["score"] != pytest.approx(
-            float(rollout["scores"].mean()), abs=1e-3
-        )  # it is of all sampled
+        assert line["rollouts"] > 1 and found in (4, 5, 6, 7)
+        # The logged score is that of all sampled.
+        assert line["score"] != pytest.approx(float(rollout["scores"].mean()), abs=1e-3)
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
 
@@ -100,7 +90,7 @@ def test_the_filter_reads_raw_scores(run_dapo):
 def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
     """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
     words = words_of(**flags, num_iterations=3, micro_batch_size=5)
-    case = {"script": "dapo", "case": "sampled", "sample": True, "flags": words}
+    case = {"script": "dapo", "sample": True, "flags": words}
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     launch(DRIVER, tmp_path / "seen", tmp_path / "cases.json", ranks=2)
     pair = [torch.load(tmp_path / f"seen.{rank}.pt", weights_only=True)[0] for rank in (0, 1)]

@@ -9,7 +9,7 @@ import torch
 import transformers
 import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
-from test_sft import difference, gradient, gradient_of, launch_in_turn, save_start
+from test_sft import difference, one_step
 
 import grpo
 import reward_model as rm
@@ -28,52 +28,32 @@ auto = transformers.AutoModelForSequenceClassification
 run = functools.partial(test_sft.run, rm)
 
 
-def test_preference_loss_and_its_gradient_are_the_plain_ones():
-    chosen = torch.tensor([1.0, -2.0, 0.3], dtype=torch.float64, requires_grad=True)
-    rejected = torch.tensor([0.5, 1.0, 0.3], dtype=torch.float64, requires_grad=True)
-    margin, center = torch.tensor([0.0, 0.5, 2.0]).double(), 0.3
-    plain = sum(-math.log(1 / (1 + math.exp(d))) for d in (rejected - chosen).tolist()) / 3
-    assert rm.preference_loss(chosen, rejected).item() == pytest.approx(plain, rel=1e-12)
-    loss = rm.preference_loss(chosen, rejected, margin, center, 12)
-    loss.backward()
-    total = 0.0
-    for i, (c, r, m) in enumerate(zip(chosen.tolist(), rejected.tolist(), margin.tolist())):
-        total += (math.log(1 + math.exp(r + m - c)) + center * (c + r) ** 2) / 12
-        slope, level = -1 / (1 + math.exp(c - r - m)), 2 * center * (c + r)
-        assert float(chosen.grad[i]) == pytest.approx((slope + level) / 12, rel=1e-12)
-        assert float(rejected.grad[i]) == pytest.approx((level - slope) / 12, rel=1e-12)
-    assert loss.item() == pytest.approx(total, rel=1e-12) and loss.dtype == torch.float64
-    assert rm.preference_loss(torch.tensor([1000.0, -1000.0]), torch.zeros(2)) == 500.0  # no overflow
+def test_large_differences_do_not_overflow():
+    assert rm.preference_loss(torch.tensor([1000.0, -1000.0]), torch.zeros(2)) == 500.0
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_score_is_the_last_attended_tokens_also_in_the_saved_model(tmp_path, tokenizer, name, pad):
+def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
     """With padding on either side. transformers needs a pad token that is not EOS."""
-    start = save_start(tmp_path / "start", tokenizer, name, pad)
+    start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer(pad=pad))
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run" / "model"
     run(model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
-    assert not any("eval/loss" in x for x in read_jsonl(tmp_path / "run" / "metrics.jsonl"))  # not the toy's
-    saved, reread = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
+    saved, tokenizer = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     assert saved.config.num_labels == 1
-    assert saved.config.pad_token_id == reread.pad_token_id not in (None, reread.eos_token_id)
+    assert saved.config.pad_token_id == tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
-    lists = [rm.encode(reread, row["prompt"], row[side]) for row in PAIRS for side in ("chosen", "rejected")]
-    assert all(ids[-1] == reread.eos_token_id for ids in lists)
-    width = max(map(len, lists)) + 3
-    padding = [[reread.pad_token_id] * (width - len(ids)) for ids in lists]
-    right = torch.tensor([ids + pads for ids, pads in zip(lists, padding)])
-    left = torch.tensor([pads + ids for ids, pads in zip(lists, padding)])
-    right_mask = torch.tensor([[1] * len(ids) + [0] * len(pads) for ids, pads in zip(lists, padding)])
-    left_mask = right_mask.flip(1)
-    positions = (left_mask.cumsum(1) - 1).clamp(min=0)
+    lists = [rm.encode(tokenizer, row["prompt"], row["chosen"]) for row in PAIRS]
+    lists += [rm.encode(tokenizer, row["prompt"], row["rejected"]) for row in PAIRS]
+    assert all(ids[-1] == tokenizer.eos_token_id for ids in lists)
     with torch.no_grad():
-        alone = torch.stack([saved(torch.tensor([ids])).logits[0, 0] for ids in lists])
+        alone = torch.stack([saved(torch.tensor([ids])).logits[0] for ids in lists])
         assert alone.std() > 1e-3
-        found = [rm.score(saved, lists), saved(right, attention_mask=right_mask).logits[:, 0]]
-        found.append(saved(left, attention_mask=left_mask, position_ids=positions).logits[:, 0])
-    for scores in found:
-        torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
+        for side in ("right", "left"):
+            batch = tokenizer.pad({"input_ids": lists}, padding_side=side, return_tensors="pt")
+            positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            scores = saved(**batch, position_ids=positions).logits
+            torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen2"])
@@ -95,39 +75,42 @@ def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
     assert (scores - alone).abs().max() < 0.2 * alone.abs().max()
 
 
-def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_path, tokenizer):
+def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_path):
     """That of one unpadded text at a time through transformers' own head."""
-    few = read_jsonl(TOY / "preferences_train.jsonl")[:16]
-    rows = [row | {"margin": 0.3 * (i % 3)} for i, row in enumerate(few)]
+    rows = read_jsonl(TOY / "preferences_train.jsonl")[:16]
+    for i, row in enumerate(rows):
+        row["margin"] = 0.3 * (i % 3)
     rows[5]["margin"] = None  # takes the flag's
     data = write_jsonl(tmp_path / "few.jsonl", rows)
-    flags = {"model": save_start(tmp_path / "start", tokenizer), "dataset": data, "eval_dataset": data}
-    flags |= {"batch_size": 16, "num_epochs": 1, "max_grad_norm": 1e9, "margin": 0.7}
-    flags |= {"center_rewards_coefficient": 0.3, "warmup_iterations": 0}
-    runs = launch_in_turn(rm, tmp_path, **flags)
+    start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
+    flags = {"dataset": data, "eval_dataset": data, "margin": 0.7, "center_rewards_coefficient": 0.3}
+    gradient, (_, metrics, _) = one_step(rm, tmp_path, model=start, **flags)
 
-    model = rm.load(rm.Args(model=str(flags["model"])), torch.device("cpu"))[0].double()
-    plain, scores = 0.0, []
+    model, tokenizer = rm.load(rm.Args(model=start), torch.device("cpu"))
+    model.double()
+    loss, all_scores = 0.0, []
     for row in rows:
         texts = [f"{row['prompt']} {row[side]} <eos>" for side in ("chosen", "rejected")]
         chosen, rejected = (model(tokenizer(x, return_tensors="pt")["input_ids"]).logits[0, 0] for x in texts)
         margin = 0.7 if row["margin"] is None else row["margin"]
-        plain = plain + (1 + torch.exp(rejected + margin - chosen)).log() + 0.3 * (chosen + rejected) ** 2
-        scores.append([float(chosen.detach()), float(rejected.detach())])
-    expected, scores = gradient_of(model, plain / 16), torch.tensor(scores, dtype=torch.float64)
-    margins = scores[:, 0] - scores[:, 1]
-    trained = {"loss": float(plain.detach()) / 16, "accuracy": float((margins > 0).double().mean())}
-    trained |= {"margin": float(margins.mean()), "score_mean": float(scores.mean())}
-    trained["score_std"] = float(scores.std(correction=0))
+        loss = loss + (1 + torch.exp(rejected + margin - chosen)).log() / 16
+        loss = loss + 0.3 * (chosen + rejected) ** 2 / 16
+        all_scores.append(torch.stack([chosen, rejected]).detach())
+    loss.backward()
+    expected_gradient = torch.cat([x.grad.flatten() for x in model.parameters()])
+    assert difference(gradient, expected_gradient) < 1e-12
 
-    metrics = []
-    for run_dir in runs:
-        assert difference(gradient(run_dir), expected) < 1e-12
-        lines = read_jsonl(run_dir / "metrics.jsonl")
-        metrics.append({k: v for line in lines for k, v in line.items() if "per_second" not in k})
-        assert metrics[-1] == pytest.approx(metrics[0], rel=1e-10, abs=1e-12)
-    found = {name: metrics[0][name] for name in trained}
-    assert found == pytest.approx(trained, rel=1e-6)  # accuracy is a float32
+    scores = torch.stack(all_scores)
+    margins = scores[:, 0] - scores[:, 1]
+    expected = {
+        "loss": float(loss.detach()),
+        "accuracy": float((margins > 0).double().mean()),
+        "margin": float(margins.mean()),
+        "score_mean": float(scores.mean()),
+        "score_std": float(scores.std(correction=0)),
+    }
+    found = {name: metrics[name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-6)  # accuracy is a float32
 
 
 def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path, capsys, tokenizer):
@@ -143,11 +126,14 @@ def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path, capsys, token
 
 
 @pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
-def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path, tokenizer):
+def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
     """The saved tokenizer has the template for chats only. A conversation may contain the prompt."""
-    start = save_start(tmp_path / "start", tokenizer, chat_template=TEMPLATE)
+    tokenizer = zoo.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    start = zoo.save(tmp_path / "start", zoo.make_model("llama"), tokenizer)
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
     run(model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1  # not evaluated on the toy's pairs
     model, own = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     assert bool(own.chat_template) == (rows is CHATS)
     ids = [rm.encode(own, row["prompt"], row["chosen"]) for row in rows]

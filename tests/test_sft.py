@@ -1,7 +1,7 @@
 """sft.py: the loss is on completion and EOS only, each token with the same weight. Runs of stages 1 and 2."""
 
 import inspect
-import json
+import math
 import signal
 from pathlib import Path
 
@@ -46,38 +46,38 @@ driver.check_gloo_ended()
 
 
 def run(script=sft, **flags) -> None:
-    flags = {name: x if isinstance(x, int | float) else str(x) for name, x in flags.items()}
-    script.main(script.Args(**{"device": "cpu"} | flags))
+    flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
+    script.main(script.Args(device="cpu", **flags))
 
 
-def launch_in_turn(script, folder, **flags) -> list[Path]:
-    """Run in float64 with micro-batches of 16, and of 3 on 2 ranks. Nothing is printed to stderr."""
-    program, runs = folder / "program.py", []
-    program.write_text(IN_FLOAT64.format(root=str(ROOT), name=script.__name__))
+def one_step(script, folder, **flags) -> tuple[torch.Tensor, list[dict]]:
+    """Gradient and metrics of a run in float64, the same for micro-batches of 16, and of 3 on 2 ranks."""
+    (folder / "program.py").write_text(IN_FLOAT64.format(root=str(ROOT), name=script.__name__))
+    flags |= {"num_epochs": 1, "batch_size": 16, "max_grad_norm": 1e9, "warmup_iterations": 0}
+    gradients, metrics = [], []
     for size, ranks in ((16, 1), (3, 2)):
-        runs.append(folder / str(size))
-        more = words_of(device="cpu", micro_batch_size=size, run_dir=runs[-1], **flags)
-        assert launch(program, *more, ranks=ranks).stderr == ""
-    return runs
+        run_dir = folder / str(size)
+        words = words_of(device="cpu", micro_batch_size=size, run_dir=run_dir, **flags)
+        assert launch(folder / "program.py", *words, ranks=ranks).stderr == ""
+        optimizer = torch.load(run_dir / "checkpoint.pt", weights_only=True)["optimizer"]
+        moments = [x["exp_avg"].flatten() for x in optimizer["state"].values()]  # a tenth of the gradient
+        gradients.append(torch.cat(moments) * 10)
+        metrics.append(soak.without_clock(run_dir / "metrics.jsonl"))
+    assert difference(*gradients) < 1e-12
+    for line, other in zip(*metrics, strict=True):
+        if script is dpo and "accuracy" in line:  # of margins that are 0, except for rounding
+            del line["accuracy"], other["accuracy"]
+        assert other == pytest.approx(line, rel=1e-12, abs=1e-12)
+    return gradients[0], metrics[0]
 
 
 def refused(script, capsys, **flags) -> str:
-    with pytest.raises(SystemExit) as end:
+    """Run a script that exits with code 2. Returns its one line on stderr."""
+    with pytest.raises(SystemExit, match="2"):
         run(script, **flags)
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and said.startswith("error: ") and "\n" not in said
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
     return said
-
-
-def gradient(run_dir) -> torch.Tensor:
-    """Of a run of one step: ten times AdamW's first moment."""
-    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
-    return torch.cat([x["exp_avg"].flatten() for x in state.values()]) * 10
-
-
-def gradient_of(model, loss: torch.Tensor) -> torch.Tensor:
-    parts = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return torch.cat([x.flatten() for x in parts if x is not None])
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -85,42 +85,28 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def save_start(folder, tokenizer, name="llama", pad="<pad>", chat_template=None):
-    """A model with random weights and the toy's tokenizer, with this pad token in tokenizer and config."""
-    tokenizer.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.pad_token, tokenizer.chat_template = pad, chat_template
-    tokenizer.save_pretrained(folder)
-    model = zoo.make_model(name, vocab_size=19)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def start(tmp_path, tokenizer):
-    return save_start(tmp_path / "start", tokenizer)
+def start(tmp_path):
+    """A model with random weights."""
+    return zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_loss_and_gradient_are_the_plain_ones(name):
-    """Those of one unpadded example at a time, token by token."""
+def test_the_loss_is_that_of_one_unpadded_example_at_a_time(name):
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     rows = [sft.encode(tokenizer, row, "") for row in ROWS]
-    count = sum(sum(row["completion_mask"]) for row in rows)
-    assert count == 9 + 3 + 5
+    count = 9 + 3 + 5
     plain = 0.0
     for row in ROWS:
         prompt = tokenizer(row["prompt"])["input_ids"]
         ids = prompt + tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        plain = plain - sum(logprobs[t - 1, ids[t]] for t in range(len(prompt), len(ids))) / count
-    expected, tolerance = gradient_of(model, plain), 1e-6 if name in FLOAT32_INSIDE else 1e-12
+        plain -= sum(float(logprobs[t - 1, ids[t]]) for t in range(len(prompt), len(ids))) / count
     for size in (3, 2):
-        loss = sum(sft.completion_loss(model, mb, count) for mb in sft.micro_batches(rows, size, "cpu"))
+        loss = sum(sft.completion_loss(model, batch, count) for batch in sft.micro_batches(rows, size, "cpu"))
         assert loss.dtype == torch.float64
-        assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=tolerance)
-        assert difference(gradient_of(model, loss), expected) < tolerance
+        assert float(loss) == pytest.approx(plain, rel=1e-6 if name in FLOAT32_INSIDE else 1e-12)
 
 
 def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
@@ -129,8 +115,11 @@ def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
     assert tokenizer.decode(text["input_ids"]) == "<bos> 3 + 5 ? answer 8 <eos>"
     assert len(text["prompt_ids"]) == 5 and text["completion_mask"] == [False] * 5 + [True] * 3
     user, assistant = {"role": "user", "content": "3 + 5 ?"}, {"role": "assistant", "content": "answer 8"}
-    rows = [{"messages": [user, assistant]}]
-    rows += [{"prompt": [user], "completion": x, "messages": None} for x in ([assistant], "answer 8")]
+    rows = [
+        {"messages": [user, assistant]},
+        {"prompt": [user], "completion": [assistant], "messages": None},
+        {"prompt": [user], "completion": "answer 8"},
+    ]
     for row in rows:
         chat = sft.encode(tokenizer, row, "")
         assert tokenizer.decode(chat["input_ids"]) == "<bos> <user> 3 + 5 ? <end> <model> answer 8 <eos>"
@@ -139,13 +128,8 @@ def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
 
 def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, start):
     data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[sft])[:24])
-    flags = {"model": start, "dataset": data, "batch_size": 16, "eval_size": 8, "num_epochs": 1}
-    runs = launch_in_turn(sft, tmp_path, **flags, max_grad_norm=1e9, warmup_iterations=0)
-    metrics = [read_jsonl(run_dir / "metrics.jsonl") for run_dir in runs]
-    losses = [[x.get("loss") or x["eval/loss"] for x in lines] for lines in metrics]
-    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]  # evaluated, trained, evaluated
-    assert difference(gradient(runs[1]), gradient(runs[0])) < 1e-12
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    _, (before, _, after) = one_step(sft, tmp_path, model=start, dataset=data, eval_size=8)
+    assert after["eval/loss"] < before["eval/loss"]
 
 
 def test_it_learns_to_stop(tmp_path, start):
@@ -174,62 +158,48 @@ def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
     run(**flags, shuffle=shuffle, run_dir=tmp_path / "run")
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
-    assert len({tuple(x) for x in (first, second, prompts)}) == (3 if shuffle else 1)
-
-
-def test_samples_stay_within_the_positions_of_the_model(tmp_path, tokenizer):
-    """A model that never stops, and an example that takes all positions."""
-    start = save_start(tmp_path / "start", tokenizer, "gpt2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(start)
-    model.transformer.wte.weight.data[1] = 0  # the logit of EOS, which the others exceed
-    model.save_pretrained(start)
-    long = {"prompt": "3 + " * 62 + "?", "completion": "answer 3"}
-    assert len(sft.encode(tokenizer, long, "")["input_ids"]) == 128
-    flags = {"model": start, "batch_size": 2, "eval_size": 3, "num_epochs": 1, "learning_rate": 0}
-    data = write_jsonl(tmp_path / "data.jsonl", [*ROWS, ROWS[0], long])
-    run(**flags, dataset=data, run_dir=tmp_path / "run")
-    lengths = [len(x["response"].split()) for x in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert lengths[:3] == [126, 124, 3]
+    if shuffle:
+        assert first != second and prompts not in (first, second)
+    else:
+        assert first == second == prompts
 
 
 # From here on: sft.py, reward_model.py and dpo.py.
 
 
-def test_helpers_are_those_of_grpo():
-    """So that the tests of grpo.py hold for them."""
+def test_shared_functions_are_the_same():
+    """So that a test of one script holds for the others."""
     shared = "all_sum optimizer_step check explain say choose_device connect_ranks recomputed replacing"
-    for mother, names in ((grpo, f"{shared} start_run save_checkpoint"), (sft, "check_args locate find_run")):
+    of_grpo, of_sft = f"{shared} start_run save_checkpoint", "check_args locate find_run"
+    cases = [(grpo, of_grpo, DATA), (sft, of_sft, DATA), (sft, "load log", [dpo])]
+    for mother, names, scripts in cases:
         for name in names.split():
-            for script in DATA:
+            for script in scripts:
                 assert inspect.getsource(getattr(script, name)) == inspect.getsource(getattr(mother, name))
 
 
-@pytest.mark.parametrize("script", DATA)
-def test_checkpointing_and_bfloat16(tmp_path, script):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[script])[: 256 + 64])
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):
+    """sft.py and dpo.py have the same load; test_reward_model.py has reward_model.py's."""
+    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[sft])[: 256 + 64])
     losses = {}
-    for name, more in {"a": {}, "b": {"gradient_checkpointing": True}, "c": {"dtype": "bfloat16"}}.items():
-        run(script, **more, dataset=data, batch_size=32, num_epochs=1, eval_every=1, run_dir=tmp_path / name)
-        losses[name] = [x["loss"] for x in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in x]
-    assert losses["b"] == pytest.approx(losses["a"], rel=1e-5)
-    assert losses["c"] != losses["a"] and losses["c"] == pytest.approx(losses["a"], rel=0.1)
-    key = "reward_model" if script is reward_model else "policy"
-    weights = torch.load(tmp_path / "c" / "checkpoint.pt", weights_only=True)[key]
+    for dtype in ("float32", "bfloat16"):
+        run(dtype=dtype, dataset=data, batch_size=32, num_epochs=1, eval_every=1, run_dir=tmp_path / dtype)
+        metrics = read_jsonl(tmp_path / dtype / "metrics.jsonl")
+        losses[dtype] = [line["loss"] for line in metrics if "loss" in line]
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.1)
+    weights = torch.load(tmp_path / "bfloat16" / "checkpoint.pt", weights_only=True)["policy"]
     assert {x.dtype for x in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("script", DATA)
-def test_activations_are_recomputed_only_for_gradients(script, monkeypatch):
+@pytest.mark.parametrize("script", [sft, reward_model])
+def test_gradient_checkpointing_recomputes_activations(script):
     model, _ = script.load(script.Args(gradient_checkpointing=True), torch.device("cpu"))
-    assert not model.training
+    assert not model.training  # dropout would make the second pass another one
     calls = []
     model.get_decoder().layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     model(torch.tensor([[3, 4, 5]])).logits.sum().backward()
     assert len(calls) == 2
-    monkeypatch.setattr(script, "checkpoint_activations", None)
-    with torch.no_grad():
-        model(torch.tensor([[3, 4, 5]]))
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__)
@@ -240,7 +210,7 @@ def test_a_killed_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tm
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(script, **flags, run_dir=whole)
     process = soak.start(script.__name__, 1, killed, *words_of(device="cpu", **flags), kill="torn line:11")
-    assert soak.wait(process, killed) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run(script, **flags, run_dir=killed)
     assert soak.differences(whole, killed) == []
@@ -261,52 +231,46 @@ CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 
 LONG = "3 + " * 100
 
 
+@pytest.fixture(scope="module")
+def broken_models(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("broken")
+    auto = transformers.AutoModelForSequenceClassification
+    auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained(folder / "three_outputs")
+    tokenizer.save_pretrained(folder / "three_outputs")
+    without_eos = zoo.make_tokenizer()
+    without_eos.eos_token = None
+    zoo.save(folder / "no_eos", zoo.make_model("llama"), without_eos)
+    return folder
+
+
 @pytest.mark.parametrize(
     "script, row, flags, words",
     [
         (sft, {}, {"batch_size": 4}, "3 of 3 examples --batch_size"),
-        (sft, {}, {"learning_rate": float("nan")}, "--learning_rate nan"),
+        (sft, {}, {"learning_rate": math.nan}, "--learning_rate nan"),
         (sft, {}, {"micro_batch_size": 0}, "--micro_batch_size 0"),
         (sft, {}, {"model": "no_eos"}, "--model no_eos: EOS"),
-        (sft, {}, {"dataset": "toy/train.jsonl"}, "toy/train.jsonl: row 0 `completion`"),
         (sft, {}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
         (sft, {"completion": LONG}, {}, "--max_length 1024 128 positions"),
         (sft, {"completion": None}, {}, "row 0 `completion`"),
-        (sft, {"prompt": ""}, {}, "row 0 `prompt`"),
         (sft, {"messages": CHAT}, {}, "row 0 `messages`"),
         (sft, {"messages": CHAT[::-1]}, {}, "row 0 chat template"),
         (reward_model, {}, {"batch_size": 4}, "3 of 3 pairs give 4 or more"),
-        (reward_model, {}, {"dataset": "toy/train.jsonl"}, "--dataset toy/train.jsonl: row 0 `chosen`"),
         (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
-        (reward_model, {}, {"model": "outputs"}, "outputs score.weight"),
+        (reward_model, {}, {"model": "three_outputs"}, "three_outputs score.weight"),
         (reward_model, {"rejected": "answer 3"}, {}, "0 of 3 pairs"),
         (reward_model, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
-        (reward_model, {"rejected": None}, {}, "row 0 `rejected`"),
         (reward_model, {"prompt": CHAT[1:]}, {}, "row 0 chat_template"),
-        (dpo, {}, {"batch_size": 4}, "3 of 3 pairs give 4 or more"),
-        (dpo, {}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
-        (dpo, {}, {"beta": -0.1}, "--beta -0.1"),
         (dpo, {"rejected": None}, {}, "row 0 `rejected`"),
         (dpo, {"prompt": None}, {}, "row 0 empty prompt"),
-        (dpo, {"prompt": CHAT[1:]}, {}, "row 0 chat_template"),
-        (dpo, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
     ],
 )
-def test_bad_input_gets_one_line(tmp_path, capsys, monkeypatch, tokenizer, script, row, flags, words):
-    monkeypatch.chdir(tmp_path)  # for the folders "outputs" and "no_eos"
-    data = write_jsonl(tmp_path / "data.jsonl", [(ROWS[2] if script is sft else PAIR) | row] * 3)
-    if flags.get("model") == "outputs":
-        auto = transformers.AutoModelForSequenceClassification
-        auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained("outputs")
-        tokenizer.save_pretrained("outputs")
-    if flags.get("model") == "no_eos":
-        save_start(tmp_path / "no_eos", tokenizer)
-        config = json.loads(Path("no_eos/tokenizer_config.json").read_text())
-        del config["eos_token"]
-        Path("no_eos/tokenizer_config.json").write_text(json.dumps(config))
-    default = {"dataset": data, "batch_size": 3, "run_dir": "run"} | (
-        {"eval_size": 0} if script is sft else {}
-    )
+def test_bad_input_gets_one_line(broken_models, monkeypatch, capsys, script, row, flags, words):
+    monkeypatch.chdir(broken_models)
+    data = write_jsonl(Path("data.jsonl"), [(ROWS[2] if script is sft else PAIR) | row] * 3)
+    default = {"dataset": data, "batch_size": 3, "run_dir": "run"}
+    if script is sft:
+        default["eval_size"] = 0
     said = refused(script, capsys, **default | flags)
     assert all(word in said for word in words.split()) and not Path("run").exists(), said
 

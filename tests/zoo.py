@@ -28,8 +28,6 @@ ARCHITECTURES = {
     "gemma3": ("Gemma3Text", GEMMA | {"sliding_window_pattern": 2}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "qwen3_moe": ("Qwen3Moe", GROUPED | EXPERTS),
-    "granite": ("Granite", SIZES | {"logits_scaling": 2.0}),
-    "cohere": ("Cohere", SIZES | {"logit_scale": 0.5}),
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4} | UNTIED),
     "mistral": ("Mistral", GROUPED | WINDOW),
     "lfm2": ("Lfm2", SIZES | CONV),
@@ -77,9 +75,9 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
     """As on the hub: the generation config has several EOS ids, and settings of sampling to be ignored."""
     options = {"do_sample": True, "top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
+    options |= {"eos_token_id": stop_ids or 1, "pad_token_id": 0}
     if model.can_generate():
-        config = transformers.GenerationConfig(eos_token_id=stop_ids or 1, pad_token_id=0, **options)
-        model.generation_config = config
+        model.generation_config = transformers.GenerationConfig(**options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -88,9 +86,8 @@ def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
 def run(script: str, **flags) -> None:
     """Run a policy script in this process, small unless the flags say otherwise."""
     module = importlib.import_module(script)
-    small = {"num_iterations": 2, "batch_size": 16, "max_response_length": 8}
-    small |= {"eval_every": 0, "device": "cpu"}
+    small = dict(num_iterations=2, batch_size=16, max_response_length=8, eval_every=0, device="cpu")
     words = []
     for name, value in (small | flags).items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words.append(f"--{name}" if value is True else f"--{name}={value}")
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
