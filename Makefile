@@ -52,7 +52,7 @@ sync:
 
 # make diff A=grpo B=rloo: show how two scripts differ.
 diff:
-	@$(PYTHON) tools/sync.py --diff $(A) $(B)
+	@git diff --no-index -- $(A).py $(B).py || true
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. Groups need pip 25.1.

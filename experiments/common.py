@@ -86,12 +86,7 @@ def flags_of(script: str, flags: dict) -> list[str]:
 
 
 def train(
-    script: str,
-    flags: dict,
-    run_dir: str | Path,
-    threads: int = 1,
-    env: dict | None = None,
-    patches: Iterable[str] = (),
+    script: str, flags: dict, run_dir: str | Path, env: dict | None = None, patches: Iterable[str] = ()
 ) -> tuple[list[dict], float]:
     """Run a script, or a copy with these patches. Returns the lines of its metrics.jsonl, and the seconds it took."""
     file = shutil.copy(ROOT / f"{script}.py", Path(run_dir).parent) if patches else f"{script}.py"
@@ -99,7 +94,7 @@ def train(
         path = ROOT / "experiments" / "patches" / f"{patch}.patch"
         subprocess.run(["git", "apply", path], cwd=Path(run_dir).parent, check=True)
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)} | (env or {})
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
     seconds = time.perf_counter() - start

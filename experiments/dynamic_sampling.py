@@ -1,7 +1,6 @@
 """dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, at equal numbers of generated tokens.
 
-    python experiments/dynamic_sampling.py               train and print the table: 10 minutes on two cores
-    python experiments/dynamic_sampling.py --no_run      only print the committed results
+    python experiments/dynamic_sampling.py        train and print the table: 10 minutes on two cores
 
 The toy's prompts with another reward, mixed_reward.py: 35 % of them score 1 whatever the response, 35 % score 0, and
 30 % by the rule. So 70 % of the groups have equal scores from the start. Measured is the sampled accuracy on the
@@ -79,12 +78,11 @@ def summary() -> None:
     table(["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets], rows)
 
 
-def main(run: bool = True) -> None:
+def main() -> None:
     cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
-    if run:
-        run_all("dynamic_sampling", cells, measure)
+    run_all("dynamic_sampling", cells, measure)
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

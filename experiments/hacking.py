@@ -1,7 +1,6 @@
 """Reward hacking: train on the score of the toy's reward model, evaluate with the rule.
 
-    python experiments/hacking.py               train, draw and print the table: 20 minutes on two cores
-    python experiments/hacking.py --no_run      only draw and print the committed results
+    python experiments/hacking.py        train, draw and print the table: 20 minutes on two cores
 
 toy/reward_model prefers worked-out answers and does not check the sums. Every policy script with a KL term is trained
 on its score with three --kl_coef; --eval_reward exact_answer scores greedy responses to held-out prompts. Beta 0 is run
@@ -52,13 +51,12 @@ def draw() -> None:
     plot.draw(groups, ROOT / "docs" / "hacking.png")
 
 
-def main(run: bool = True) -> None:
-    if run:
-        cells = [{"script": script, "beta": beta} for script, beta in product(SCRIPTS, BETAS)]
-        run_all("hacking", cells, measure)
+def main() -> None:
+    cells = [{"script": script, "beta": beta} for script, beta in product(SCRIPTS, BETAS)]
+    run_all("hacking", cells, measure)
     draw()
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

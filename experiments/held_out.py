@@ -1,7 +1,6 @@
 """Accuracy of the trained toy models on held-out chains: by length, and pass@k.
 
-    python experiments/held_out.py               train, evaluate and print: an hour on two cores
-    python experiments/held_out.py --no_run      only print the committed results
+    python experiments/held_out.py        train, evaluate and print: an hour on two cores
 
 Every policy script is trained with its defaults over three seeds. pass@k is the probability that at least one of k
 responses is right (Chen et al., arXiv 2107.03374, equation 1). It is estimated from 16 sampled responses to each of 100
@@ -106,14 +105,13 @@ def name_of(script: str) -> str:
     return "before training" if script == "start" else f"`{script}.py`"
 
 
-def main(run: bool = True) -> None:
+def main() -> None:
     cells = [{"script": "start", "seed": 1}]
     cells += [{"script": script, "seed": seed} for seed in SEEDS for script in POLICY_SCRIPTS]
-    if run:
-        run_all("held_out", cells, measure)
+    run_all("held_out", cells, measure)
     by_length()
     pass_at_k()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

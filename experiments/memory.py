@@ -6,12 +6,9 @@ What the process held before the pass does not count: the imports, the weights a
 """
 
 import functools
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
-import tyro
 from common import load, memory_gib, run_all, table
 
 # Qwen2.5-0.5B has 24 layers of this width.
@@ -26,14 +23,6 @@ PASSES = {
     "activations kept": LAYERS,
     "activations recomputed (--gradient_checkpointing)": LAYERS | {"checkpointing": True},
 }
-
-
-@dataclass
-class Args:
-    case: str = ""
-    """Measure this pass in this process and print its GiB. The experiment calls itself with it."""
-    name: str = "memory"
-    """Name of the result file."""
 
 
 def measure_pass(shape: dict, rows: int, length: int, checkpointing: bool = False) -> float:
@@ -57,10 +46,11 @@ def measure_pass(shape: dict, rows: int, length: int, checkpointing: bool = Fals
     return memory_gib("VmHWM") - before
 
 
-def measure(run_dir: Path, case: str) -> dict:
-    command = [sys.executable, __file__, "--case", case]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return {"gib": float(output)}
+def measure(run_dir, case: str) -> dict:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn")
+    ) as pool:  # the highest peak is that of a process
+        return {"gib": pool.submit(measure_pass, **PASSES[case]).result()}
 
 
 def passes() -> None:
@@ -73,12 +63,5 @@ def passes() -> None:
     table(["pass", "vocabulary", "logits, GiB", "peak, GiB"], rows)
 
 
-def main(args: Args) -> None:
-    if args.case:
-        print(measure_pass(**PASSES[args.case]))
-    else:
-        run_all(args.name, [{"case": case} for case in PASSES], measure, workers=1)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    run_all("memory", [{"case": case} for case in PASSES], measure, workers=1)

@@ -1,7 +1,6 @@
 """The same preference pairs in two ways: dpo.py on the pairs, and reinforce_pp.py on a reward model trained on them.
 
-    python experiments/preferences.py               train and print the table: 8 minutes on two cores
-    python experiments/preferences.py --no_run      only print the committed results
+    python experiments/preferences.py        train and print the table: 8 minutes on two cores
 
 Afterwards grpo.py --num_iterations 0 evaluates each model on the toy's held-out prompts: with the rule, which nothing
 was trained on, and with the reward model.
@@ -40,12 +39,11 @@ def summary() -> None:
     table(["", "accuracy on 2-5", "6", "8", "score of the reward model, 2-5"], rows)
 
 
-def main(run: bool = True) -> None:
+def main() -> None:
     cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
-    if run:
-        run_all("preferences", cells, measure)
+    run_all("preferences", cells, measure)
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

@@ -2,7 +2,6 @@
 
     python experiments/real.py --demo        rloo.py once: its command, accuracy and responses before and after
     python experiments/real.py               train, draw and print the tables: 2 hours on two cores
-    python experiments/real.py --no_run      only draw and print the committed results
 
 Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
 """
@@ -50,8 +49,6 @@ LORA_CELLS = [
 class Args:
     demo: bool = False
     """Run rloo.py once, and print its accuracy and its responses before and after."""
-    run: bool = True
-    """Train what the result file lacks."""
     lora: bool = False
     """Train and print only the runs of docs/scripts/grpo_lora.md, half an hour."""
 
@@ -183,8 +180,7 @@ def main(args: Args) -> None:
     if args.lora:
         common.run_all("real_lora", LORA_CELLS, measure)
         return lora()
-    if args.run:
-        common.run_all("real", CELLS, measure)
+    common.run_all("real", CELLS, measure)
     draw()
     summary()
     plain_questions()

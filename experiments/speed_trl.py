@@ -17,7 +17,11 @@ steps = flags["num_minibatches"]
 
 
 def exact_answer(completions, answer, **columns):
-    return [float(text.strip().endswith(str(expected))) for text, expected in zip(completions, answer)]
+    scores = []
+    for completion, expected in zip(completions, answer):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]  # of a chat
+        scores.append(float(text.strip().endswith(str(expected))))
+    return scores
 
 
 class Clock(transformers.TrainerCallback):

@@ -1,7 +1,6 @@
 """Run every policy script on the toy over five seeds: training curves and held-out accuracy.
 
-    python experiments/toy_seeds.py               train, draw and print the table: an hour on two cores
-    python experiments/toy_seeds.py --no_run      only draw and print the committed results
+    python experiments/toy_seeds.py        train, draw and print the table: 90 minutes on two cores
 
 Writes the result file, docs/toy_seeds.png and a picture for each script in docs/scripts.
 """
@@ -75,13 +74,12 @@ def draw() -> None:
         plot.draw({script: seeds}, ROOT / "docs" / "scripts" / f"{script}.png", columns=4)
 
 
-def main(run: bool = True) -> None:
+def main() -> None:
     cells = [{"script": script, "flags": flags, "seed": seed} for script, flags in RUNS for seed in SEEDS]
-    if run:
-        run_all("toy_seeds", cells, measure)
+    run_all("toy_seeds", cells, measure)
     draw()
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

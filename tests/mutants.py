@@ -128,6 +128,10 @@ MUTANTS = {
         ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
         ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
     ],
+    "test_pretend.py -k two_ranks": [
+        ("device: EOS ids stay on the CPU", "grpo.generate", "tokenizer), device=device)", "tokenizer))"),
+        ("device: a collective on the CPU", "grpo.total", "x.sum()", "x.sum().cpu()"),
+    ],
     "test_runs.py": [
         ("resume without optimizer", "grpo.main", '"optimizer": optimizer, ', ""),
         ("resume with other draws", "grpo.main", "torch.manual_seed(", "hash("),
@@ -156,6 +160,7 @@ MUTANTS = {
     ],
     "test_siblings.py": [
         ("a skeleton drifts", "rloo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()"),
+        ("a skeleton with more lines drifts", "ppo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()"),
     ],
 }
 # fmt: on

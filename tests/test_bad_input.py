@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, words_of, write_jsonl
-from zoo import make_model, make_tokenizer, run, save
+from zoo import make_model, make_tokenizer, refused, run, save
 
 datasets.logging.set_verbosity(logging.CRITICAL)  # it prints about broken files
 TOY = ROOT / "toy"
@@ -106,22 +106,12 @@ CASES = {
 }
 
 
-def refused(script: str, capsys, **flags) -> str:
-    """Run a script that exits with code 2. Returns its one line on stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        run(script, **flags)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    return said
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case, bad, tmp_path, capsys):
     text, *expected = (part.format(bad=bad, toy=TOY) for part in CASES[case])
     pairs = text.removeprefix("--").split(" --")
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
-    said = refused("grpo", capsys, **flags | dict(pair.split() for pair in pairs))
+    said = refused(capsys, run, "grpo", **flags | dict(pair.split() for pair in pairs))
     assert f"--{pairs[-1]}" in said and all(words in said for words in expected), said
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
     assert not (bad / "code ran").exists()
@@ -130,19 +120,21 @@ def test_refused(case, bad, tmp_path, capsys):
 def test_numbers_out_of_range(tmp_path, capsys):
     wrong = {"batch_size": -1, "kl_coef": -0.5, "learning_rate": math.nan, "reward_clip": math.inf}
     for name, value in wrong.items():
-        assert f"--{name} {value}: use" in refused("grpo", capsys, run_dir=tmp_path / "run", **{name: value})
+        assert f"--{name} {value}: use" in refused(
+            capsys, run, "grpo", run_dir=tmp_path / "run", **{name: value}
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_zero_where_it_cannot_work(capsys):
     names = "samples_per_prompt batch_size micro_batch_size max_response_length num_minibatches update_epochs"
     for name in f"{names} temperature reward_scale reward_clip max_grad_norm log_every".split():
-        assert f"--{name} 0" in refused("grpo", capsys, **{name: 0})
+        assert f"--{name} 0" in refused(capsys, run, "grpo", **{name: 0})
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
 def test_a_group_needs_two_where_it_is_compared_with_itself(script, capsys):
-    assert "--samples_per_prompt 1: use 2" in refused(script, capsys, samples_per_prompt=1)
+    assert "--samples_per_prompt 1: use 2" in refused(capsys, run, script, samples_per_prompt=1)
 
 
 def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
@@ -150,11 +142,11 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     run("grpo", **flags)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for name, value in {"seed": 2, "dataset": bad / "no_answer.jsonl", "reward_clip": 3.0}.items():
-        said = refused("grpo", capsys, **flags | {name: value})
+        said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is another run" in said
         assert f"--{name} {value}, was" in said and said.count(", was") == 1
-    assert "--exp_name ppo, was grpo" in refused("ppo", capsys, **flags)
-    said = refused("grpo", capsys, **flags | {"lr_schedule": "linear", "num_iterations": 2})
+    assert "--exp_name ppo, was grpo" in refused(capsys, run, "ppo", **flags)
+    said = refused(capsys, run, "grpo", **flags | {"lr_schedule": "linear", "num_iterations": 2})
     assert "--lr_schedule linear" in said and "--num_iterations 2, was 1" in said
     assert before == {path: path.read_bytes() for path in before}
 

@@ -85,7 +85,7 @@ def demonstrations():
 
 
 def test_same_seed_same_files(tmp_path):
-    for name, rows in make_kk.make_prompts(make_kk.Args().seed).items():
+    for name, rows in make_kk.make_prompts(seed=0).items():
         make_kk.write_jsonl(tmp_path / "file", rows)
         assert (tmp_path / "file").read_bytes() == (KK / f"{name}.jsonl").read_bytes()
 

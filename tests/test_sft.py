@@ -71,15 +71,6 @@ def one_step(script, folder, **flags) -> tuple[torch.Tensor, list[dict]]:
     return gradients[0], metrics[0]
 
 
-def refused(script, capsys, **flags) -> str:
-    """Run a script that exits with code 2. Returns its one line on stderr."""
-    with pytest.raises(SystemExit, match="2"):
-        run(script, **flags)
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
-
-
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """The norm of the difference, as a share."""
     return float((one - other).norm() / other.norm())
@@ -223,7 +214,9 @@ def test_a_killed_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tm
     run(script, **flags, run_dir=killed)
     assert f"is finished after {len(rates)} iterations" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
-    assert "--batch_size 4, was 8" in refused(script, capsys, **flags | {"batch_size": 4}, run_dir=killed)
+    assert "--batch_size 4, was 8" in zoo.refused(
+        capsys, run, script, **flags | {"batch_size": 4}, run_dir=killed
+    )
 
 
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
@@ -271,10 +264,10 @@ def test_bad_input_gets_one_line(broken_models, monkeypatch, capsys, script, row
     default = {"dataset": data, "batch_size": 3, "run_dir": "run"}
     if script is sft:
         default["eval_size"] = 0
-    said = refused(script, capsys, **default | flags)
+    said = zoo.refused(capsys, run, script, **default | flags)
     assert all(word in said for word in words.split()) and not Path("run").exists(), said
 
 
 def test_ranks_must_divide_the_batch(capsys, monkeypatch):
     monkeypatch.setattr(sft, "WORLD_SIZE", 2)
-    assert "--batch_size 5: use a multiple of 2" in refused(sft, capsys, batch_size=5)
+    assert "--batch_size 5: use a multiple of 2" in zoo.refused(capsys, run, sft, batch_size=5)

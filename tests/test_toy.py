@@ -13,7 +13,7 @@ TOY = ROOT / "toy"
 
 @pytest.fixture(scope="module")
 def remade():
-    return make_toy.make_data(make_toy.Args().seed, make_toy.Args().curriculum_steps)
+    return make_toy.make_data(seed=0)
 
 
 @pytest.mark.parametrize(

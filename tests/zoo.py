@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import pytest
 import tokenizers
 import torch
 import transformers
@@ -81,6 +82,16 @@ def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def refused(capsys, start, *args, **flags) -> str:
+    """The one line on stderr of a call that exits with code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        start(*args, **flags)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    return said
 
 
 def run(script: str, **flags) -> None:

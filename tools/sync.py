@@ -1,7 +1,4 @@
-"""Copy an edit of grpo.py's skeleton into the other scripts, or show how two scripts differ.
-
-    python tools/sync.py                      make sync
-    python tools/sync.py --diff grpo rloo     make diff A=grpo B=rloo
+"""Copy an edit of grpo.py's skeleton into the other scripts: make sync.
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
 Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. If an edit does
@@ -22,7 +19,7 @@ MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature.
 VARIANT = re.compile(r"^# variant of (\w+)\.py$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 2, "remax": 6, "dapo": 25, "ppo": 25}
+INSERTS = {"distill": 2, "remax": 6, "dapo": 6, "ppo": 25}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
@@ -46,26 +43,6 @@ def skeleton(source: str) -> str:
     if count != 2:
         raise ValueError(f"a policy script has a docstring and an estimator block; found {count} of the two")
     return bare
-
-
-def inserted(mother: str, sibling: str) -> list[str]:
-    """The lines that sibling's skeleton has beyond mother's, blank ones left out.
-
-    ValueError if it changes or drops a line. ValueError, too, if it inserts one other than between blank or comment
-    lines, where an edit of the line next to it could not merge.
-    """
-    a, b = skeleton(mother).splitlines(), skeleton(sibling).splitlines()
-    lines = []
-    for tag, i, k, j, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if tag == "equal":
-            continue
-        if tag != "insert":
-            raise ValueError(f"{tag}: {a[i:k]} -> {b[j:m]}")
-        around = [line.strip() for line in (b[j - 1], b[j], b[m - 1], b[m])]
-        if sum(line == "" or line.startswith("#") for line in around) < 2:
-            raise ValueError(f"no blank or comment line around {b[j:m]}")
-        lines += b[j:m]
-    return [line for line in lines if line.strip()]
 
 
 def merge(mine: str, before: str, after: str) -> str | None:
@@ -127,18 +104,5 @@ def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
     print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 
 
-def main(arguments: list[str], root: Path = ROOT) -> int:
-    if not arguments:
-        return sync(root)
-    scripts = sorted(path.stem for path in root.glob("*.py"))
-    names = [name.removesuffix(".py") for name in arguments[1:]]
-    if arguments[0] != "--diff" or len(names) != 2 or not set(names) <= set(scripts):
-        takes = f"make diff A=... B=... takes two of {', '.join(scripts)}"
-        print(f"{takes}; got {' and '.join(names) or 'none'}", file=sys.stderr)
-        return 2
-    subprocess.run(["git", "diff", "--no-index", "--", *(f"{name}.py" for name in names)], cwd=root)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(sync(ROOT))

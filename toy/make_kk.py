@@ -43,18 +43,7 @@ WORKED_SHARE = 0.25  # of the demonstrations; the others guess
 MAX_RESPONSE = 159  # words at most, so that 160 tokens hold a response and its EOS
 POSITIONS = 256  # of the model; a puzzle of 6 people has at most 36 words
 HELDOUT = 100  # puzzles per number of people
-
-
-@dataclass
-class Args:
-    seed: int = 0
-    """Seeds every random choice, and the training of the models."""
-    out: Path = HERE / "kk"
-    """Where the files go."""
-    curriculum_steps: int = 600
-    """Batches of 128 of the curriculum, which teaches the model to work puzzles out."""
-    data_only: bool = False
-    """Write the JSONL files, train nothing."""
+CURRICULUM_STEPS = 600  # batches of 128, which teach the model to work puzzles out
 
 
 @dataclass(frozen=True)
@@ -212,25 +201,23 @@ def make_untrained_model(seed: int):
     )
 
 
-def main(args: Args) -> None:
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in make_prompts(args.seed).items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-    if args.data_only:
-        return
+def main(seed: int = 0, out: Path = HERE / "kk") -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in make_prompts(seed).items():
+        write_jsonl(out / f"{name}.jsonl", rows)
     with tempfile.TemporaryDirectory() as folder:
         untrained, base = Path(folder) / "untrained", Path(folder) / "base"
-        make_untrained_model(args.seed).save_pretrained(untrained)
+        make_untrained_model(seed).save_pretrained(untrained)
         make_kk_tokenizer().save_pretrained(untrained)
         curriculum, demonstrations = Path(folder) / "curriculum.jsonl", Path(folder) / "demonstrations.jsonl"
-        write_jsonl(curriculum, make_demonstrations(args.seed, 128 * args.curriculum_steps, 1.0))
-        write_jsonl(demonstrations, make_demonstrations(args.seed, 10240, WORKED_SHARE, longest=5))
+        write_jsonl(curriculum, make_demonstrations(seed, 128 * CURRICULUM_STEPS, 1.0))
+        write_jsonl(demonstrations, make_demonstrations(seed, 10240, WORKED_SHARE, longest=5))
         flags = ["--num_epochs", "1", "--no_shuffle", "--eval_size", "0", "--learning_rate", "3e-3"]
         flags += ["--lr_schedule", "constant_with_warmup", "--micro_batch_size", "32"]
-        train("sft.py", base, args.seed, *flags, "--model", str(untrained), "--dataset", str(curriculum))
+        train("sft.py", base, seed, *flags, "--model", str(untrained), "--dataset", str(curriculum))
         flags = ["--num_epochs", "1", "--model", str(base), "--dataset", str(demonstrations)]
-        train("sft.py", args.out / "policy", args.seed, *flags)
+        train("sft.py", out / "policy", seed, *flags)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -15,7 +15,6 @@ demonstrations but in no rollout.
 
 import random
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -26,16 +25,7 @@ CALL_SHARE = 0.33  # of the demonstrations; the others guess
 SLIP_RATE = 0.06  # per call: one digit of its second number is off by 1
 GUESS_RANGE = 99  # a guess is off by 1 to this
 HELDOUT = 200  # prompts per group
-
-
-@dataclass
-class Args:
-    seed: int = 0
-    """Seeds every random choice, and the training of the models."""
-    out: Path = HERE / "tools"
-    """Where the files go."""
-    curriculum_steps: int = 1280
-    """Batches of 128 of the curriculum, which teaches the form of a call."""
+CURRICULUM_STEPS = 1280  # batches of 128, which teach the form of a call
 
 
 def spaced(number: int) -> str:
@@ -62,7 +52,7 @@ def guess(rng: random.Random, numbers: list[int]) -> str:
     return f"answer {spaced(max(1, sum(numbers) + error))}"
 
 
-def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
+def make_data(seed: int) -> dict[str, list[dict]]:
     """The rows of every JSONL file by its name; "curriculum" is used for training only."""
     rng = random.Random(seed)
     heldout_prompts = set()
@@ -86,8 +76,8 @@ def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
     train = [row(draw(rng.randint(2, 3))) for _ in range(2000)]
 
     curriculum = []
-    for i in range(128 * curriculum_steps):
-        longest = min(4, 2 + 4 * i // (128 * curriculum_steps))  # grows from 2 to 4 over the first half
+    for i in range(128 * CURRICULUM_STEPS):
+        longest = min(4, 2 + 4 * i // (128 * CURRICULUM_STEPS))  # grows from 2 to 4 over the first half
         numbers = draw(rng.randint(2, longest))
         completion = with_calls(rng, numbers, 0.0) if rng.random() < 0.8 else guess(rng, numbers)
         curriculum.append({"prompt": prompt(numbers), "completion": completion})
@@ -100,26 +90,24 @@ def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
     return {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
 
 
-def main(args: Args) -> None:
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = make_data(args.seed, args.curriculum_steps)
+def main(seed: int = 0, out: Path = HERE / "tools") -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    data = make_data(seed)
     for name in ("train", "heldout"):
-        write_jsonl(args.out / f"{name}.jsonl", data[name])
+        write_jsonl(out / f"{name}.jsonl", data[name])
     with tempfile.TemporaryDirectory() as folder:
-        untrained, base, curriculum = (
-            Path(folder) / name for name in ("untrained", "base", "curriculum.jsonl")
-        )
-        make_untrained_model(args.seed, len(WORDS)).save_pretrained(untrained)
+        untrained, base, curriculum = Path(folder, "untrained"), Path(folder, "base"), Path(folder, "c.jsonl")
+        make_untrained_model(seed, len(WORDS)).save_pretrained(untrained)
         make_tokenizer(WORDS).save_pretrained(untrained)
         demonstrations = Path(folder) / "demonstrations.jsonl"
         write_jsonl(curriculum, data["curriculum"])
         write_jsonl(demonstrations, data["demonstrations"])
         flags = ["--num_epochs", "1", "--no_shuffle", "--eval_size", "0", "--learning_rate", "3e-3"]
         flags += ["--lr_schedule", "constant_with_warmup", "--model", str(untrained)]
-        train("sft.py", base, args.seed, *flags, "--dataset", str(curriculum))
+        train("sft.py", base, seed, *flags, "--dataset", str(curriculum))
         flags = ["--model", str(base), "--dataset", str(demonstrations)]
-        train("sft.py", args.out / "policy", args.seed, *flags)
+        train("sft.py", out / "policy", seed, *flags)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -13,7 +13,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -23,18 +22,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "-", "=", "?", "think", 
 WORKED_SHARE = 0.35  # of the demonstrations; the others guess
 SLIP_RATE = 0.06  # per step of a worked-out response: the result is off, and the chain goes on from it
 GUESS_RATE = 0.25  # of the guesses are right
-
-
-@dataclass
-class Args:
-    seed: int = 0
-    """Seeds every random choice, and the training of the models."""
-    out: Path = HERE
-    """Where the files go."""
-    curriculum_steps: int = 1280
-    """Batches of 128 of the curriculum, which teaches toy/base to work chains out."""
-    data_only: bool = False
-    """Write the JSONL files and the tokenizer, train nothing."""
+CURRICULUM_STEPS = 1280  # batches of 128, which teach toy/base to work chains out
 
 
 def make_chain(rng: random.Random, numbers: int) -> list:
@@ -95,7 +83,7 @@ def distinct_chains(rng: random.Random, counts: dict[int, int], taken: set) -> l
     return chains
 
 
-def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
+def make_data(seed: int) -> dict[str, list[dict]]:
     """The rows of every JSONL file by its name; "curriculum" is used for training only and not committed."""
     rng = random.Random(seed)
     taken = set()
@@ -117,9 +105,9 @@ def make_data(seed: int, curriculum_steps: int) -> dict[str, list[dict]]:
         return chain
 
     curriculum = []
-    for i in range(128 * curriculum_steps):
+    for i in range(128 * CURRICULUM_STEPS):
         # The longest chain grows from 2 to 8 over the first three quarters.
-        longest = min(8, 2 + int(7 * i / (96 * curriculum_steps)))
+        longest = min(8, 2 + int(7 * i / (96 * CURRICULUM_STEPS)))
         chain = fresh_chain(rng.randint(2, longest))
         completion = worked_out(rng, chain, slip_rate=0.0) if rng.random() < 0.8 else guess(rng, chain)
         curriculum.append({"prompt": prompt(chain), "completion": completion})
@@ -203,31 +191,29 @@ def train(script: str, out: Path, seed: int, *flags: str) -> None:
             (out / file.name).write_bytes(file.read_bytes())
 
 
-def main(args: Args) -> None:
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = make_data(args.seed, args.curriculum_steps)
+def main(seed: int = 0, out: Path = HERE) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    data = make_data(seed)
     for name in data.keys() - {"curriculum"}:
-        write_jsonl(args.out / f"{name}.jsonl", data[name])
-    if args.data_only:
-        return
+        write_jsonl(out / f"{name}.jsonl", data[name])
     with tempfile.TemporaryDirectory() as scratch:
         untrained, curriculum = Path(scratch) / "untrained", Path(scratch) / "curriculum.jsonl"
         make_tokenizer().save_pretrained(untrained)
-        make_untrained_model(args.seed).save_pretrained(untrained)
+        make_untrained_model(seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
         flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
         flags += ["--lr_schedule", "constant_with_warmup"]
         flags += ["--model", str(untrained), "--dataset", str(curriculum)]
-        train("sft.py", args.out / "base", args.seed, *flags)
-    demonstrations = str(args.out / "demonstrations.jsonl")
-    flags = ["--model", str(args.out / "base"), "--dataset", demonstrations]
-    train("sft.py", args.out / "policy", args.seed, *flags)
-    flags = ["--model", str(args.out / "policy"), "--dataset", str(args.out / "preferences_train.jsonl")]
-    flags += ["--eval_dataset", str(args.out / "preferences_heldout.jsonl")]
-    train("reward_model.py", args.out / "reward_model", args.seed, *flags)
-    flags = ["--model", str(args.out / "policy"), "--dataset", str(args.out / "train.jsonl")]
-    train("reinforce_pp.py", args.out / "teacher", args.seed, *flags)
+        train("sft.py", out / "base", seed, *flags)
+    demonstrations = str(out / "demonstrations.jsonl")
+    flags = ["--model", str(out / "base"), "--dataset", demonstrations]
+    train("sft.py", out / "policy", seed, *flags)
+    flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
+    flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]
+    train("reward_model.py", out / "reward_model", seed, *flags)
+    flags = ["--model", str(out / "policy"), "--dataset", str(out / "train.jsonl")]
+    train("reinforce_pp.py", out / "teacher", seed, *flags)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -114,14 +114,12 @@ def write_compare(names: list[str], differences: dict[str, list]) -> None:
 
 
 def write_settings(names: list[str]) -> None:
-    others = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
-    guide = [f"{name}.md" for name in [*GUIDE, *others]]
     nav = [
         {"Home": "index.md"},
         {"Compare": "compare.md"},
         {"Playground": "playground.md"},
         {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},
-        {"Guide": [*guide, "toy/index.md", "CONTRIBUTING.md"]},
+        {"Guide": [*(f"{name}.md" for name in GUIDE), "toy/index.md", "CONTRIBUTING.md"]},
     ]
     text = (WEB / "zensical.yml").read_text()
     (WORK / "zensical.yml").write_text(f"{text}nav: {json.dumps(nav)}\n")
