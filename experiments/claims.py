@@ -563,7 +563,7 @@ def measure_of(comparison: Comparison) -> str:
     return comparison.measure
 
 
-def show(found: tuple[float, float, float]) -> str:
+def show_interval(found: tuple[float, float, float]) -> str:
     return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found)
 
 
@@ -574,7 +574,7 @@ def summary() -> None:
         decisive = [name for name, _ in outcomes(number)].index(verdict(number))
         comparison, (_, found) = claim.comparisons[decisive], outcomes(number)[decisive]
         names = [name_of(side) for side in (comparison.first, comparison.second)]
-        text = f"{show(found)} in {measure_of(comparison)}: {names[0]} - {names[1]}" if found else ""
+        text = f"{show_interval(found)} in {measure_of(comparison)}: {names[0]} - {names[1]}" if found else ""
         counts = Counter(name for name, _ in outcomes(number))
         parts = ", ".join(f"{count} x {name.removesuffix(' here')}" for name, count in counts.items())
         shown = f"**{verdict(number)}**" + (f" ({parts})" if len(claim.comparisons) > 1 else "")
@@ -600,13 +600,13 @@ def details(number: int) -> None:
     rows = []
     for comparison, (name, found) in zip(claim.comparisons, outcomes(number)):
         names = [name_of(side) for side in (comparison.first, comparison.second)]
-        shown = show(found) if found else ""
+        shown = show_interval(found) if found else ""
         rows.append([names[0], comparison.relation, names[1], measure_of(comparison), shown, name])
     table(["A", "", "B", "measure", "A - B [interval]", "verdict"], rows)
     for comparison, (_, found) in zip(claim.comparisons, outcomes(number)):
         if found and isinstance(comparison.first, list):
             kls = shared_kls(comparison)
-            cells = [show(difference(comparison, 0.05 / len(claim.comparisons), kl)) for kl in kls]
+            cells = [show_interval(difference(comparison, 0.05 / len(claim.comparisons), kl)) for kl in kls]
             table(["at KL", *(f"{kl:.2f}" for kl in kls)], [["A - B", *cells]])
     rows = []
     for one in claim.arms():

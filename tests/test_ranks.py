@@ -23,10 +23,8 @@ MICRO_BATCH = {1: 7, 2: 5, 3: 3}  # its size on so many ranks
 
 def cases_of(name: str, ranks: int, folder) -> list[dict]:
     """The runs of a script on so many ranks."""
-    fixed, sampled = (
-        FIXED | {"dataset": folder / "train.jsonl"},
-        SAMPLED | {"dataset": folder / "train.jsonl"},
-    )
+    fixed = FIXED | {"dataset": folder / "train.jsonl"}
+    sampled = SAMPLED | {"dataset": folder / "train.jsonl"}
     if name == "grpo":  # evaluation is the same code in all
         fixed["eval_dataset"] = folder / "heldout.jsonl"
     runs = {"fixed": fixed | {"micro_batch_size": MICRO_BATCH[ranks]}}
