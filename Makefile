@@ -5,6 +5,7 @@ demo: .venv/scripts
 	.venv/bin/python reinforce_pp.py
 
 test: .venv/scripts .venv/group-test
+	.venv/bin/python tools/new.py
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	$(COG) --check $(PAGES)
@@ -46,6 +47,10 @@ docs: .venv/group-docs web/node_modules
 test-docs: docs .venv/group-web
 	.venv/bin/python -m pytest -m web tests/web
 
+# make new NAME=mine: copy grpo.py to mine.py. make test then lists what an algorithm needs besides.
+new:
+	$(PYTHON) tools/new.py $(or $(NAME),$(error give a name: make new NAME=mine))
+
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
 	$(PYTHON) tools/sync.py
@@ -55,15 +60,16 @@ diff:
 	@git diff --no-index -- $(A).py $(B).py || true
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
-# a second call installs nothing. Groups need pip 25.1.
-.venv:
-	$(PYTHON) -m venv .venv
+# a second call installs nothing. A step that was interrupted has no stamp and starts again. Groups need pip 25.1.
+.venv/made:
+	$(PYTHON) -m venv --clear .venv
+	touch $@
 
-.venv/scripts: requirements.txt | .venv
+.venv/scripts: requirements.txt | .venv/made
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/group-%: pyproject.toml | .venv
+.venv/group-%: pyproject.toml | .venv/made
 	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv/bin/python -m pip install --quiet --group $*
 	touch $@
@@ -81,5 +87,5 @@ web/node_modules: web/package-lock.json
 	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test tables test-long test-vllm real test-real docs test-docs sync diff
+.PHONY: demo test tables test-long test-vllm real test-real docs test-docs new sync diff
 .PRECIOUS: .venv/group-%

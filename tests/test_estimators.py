@@ -4,6 +4,7 @@ expected gradient by enumerating all responses of a small policy."""
 import dataclasses
 import importlib
 import math
+import re
 from itertools import product
 from typing import NamedTuple
 
@@ -18,37 +19,30 @@ EXACT = dict(rtol=1e-10, atol=1e-11)
 each_script = pytest.mark.parametrize("name", POLICY_SCRIPTS)
 
 
-class Properties(NamedTuple):
-    """A row of the table in docs/estimators.md."""
+class Row(NamedTuple):
+    """A row of the table in docs/estimators.md, without the script."""
 
-    k: int  # responses per prompt, by default
+    advantage: str
+    loss: str
+    k: str  # responses per prompt, by default
     compared_with: str  # whose scores, besides its own, change the advantages of a response
     scale: str  # yes: scores times 9 give the same advantages without KL
     kl_in: str  # the reward, and so the advantages, or the loss
     clip: str  # of the objective, so that a token beyond it has no gradient, or of a weight
-    mean_over: str  # what divides the sum over tokens
     steps: str  # optimizer steps per rollout, by default
 
 
-CLIP, PER_LENGTH = "objective, -0.2 +0.2", "responses, each over its length"
-PROPERTIES = {
-    "reinforce": Properties(1, "the batch", "no", "reward", "none", "responses", "1, fixed"),
-    "rloo": Properties(8, "the group", "no", "reward", "none", "responses", "1, fixed"),
-    "raft": Properties(8, "the group", "yes", "reward", "none", "responses", "1, fixed"),
-    "reinforce_pp": Properties(1, "the batch", "yes", "reward", CLIP, "tokens", "2"),
-    "reinforce_pp_baseline": Properties(8, "the group and the batch", "yes", "loss", CLIP, "tokens", "2"),
-    "ppo": Properties(1, "the batch and the critic", "yes", "reward", CLIP, "tokens", "2"),
-    "remax": Properties(1, "the greedy response", "no", "reward", "none", "tokens", "1, fixed"),
-    "grpo": Properties(8, "the group", "yes", "loss", CLIP, PER_LENGTH, "2"),
-    "dr_grpo": Properties(8, "the group", "no", "none", CLIP, "responses, each over L_max", "2"),
-    "dapo": Properties(8, "the group", "yes", "none", "objective, -0.2 +0.28", "tokens", "2"),
-    "gspo": Properties(8, "the group", "yes", "none", "objective, -0.0003 +0.0004", PER_LENGTH, "2"),
-    "cispo": Properties(8, "the group", "yes", "none", "weight, -1 +0.28", "tokens", "2"),
-    "sapo": Properties(8, "the group", "yes", "none", "soft gate", PER_LENGTH, "2"),
-    "dppo": Properties(8, "the group", "yes", "none", "probability, 0.15", "tokens", "2"),
-    "maxrl": Properties(8, "its group's mean", "yes", "none", "none", "responses", "1, fixed"),
-    "distill": Properties(1, "the teacher", "yes", "the objective", "none", "tokens", "1, fixed"),
-}
+TABLE = re.findall(
+    r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", (ROOT / "docs" / "estimators.md").read_text(), re.MULTILINE
+)
+ROWS = {name: Row(*cells.split(" | ")) for name, cells in TABLE}
+
+
+def formula(name: str, column: str) -> str:
+    """The cell of a script, after the one that it refers to."""
+    cell = getattr(ROWS[name], column)
+    other = re.match(r"as `(\w+)`", cell)
+    return formula(other[1], column) + cell if other else cell
 
 
 def make_args(name: str, **flags):
@@ -112,7 +106,7 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 
         parts = stats["policy_loss"] + stats.get("kl_loss", 0.0)
         torch.testing.assert_close(parts, loss.detach(), **EXACT)
-        assert ("kl_loss" in stats) == (PROPERTIES[name].kl_in == "loss")
+        assert ("kl_loss" in stats) == (ROWS[name].kl_in == "loss")
         assert ("clip_fraction" in stats) == (share is not None)
         if share is not None:
             assert float(stats["clip_fraction"]) == pytest.approx(share, rel=1e-6) and 0 < share < 1
@@ -131,7 +125,7 @@ def test_value_loss_and_its_gradient_equal_the_loops(seed):
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, values)[0], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", [name for name in ROWS if "std" in formula(name, "advantage")])
 def test_equal_scores_in_float32(name):
     """The mean of k equal floats may be off by a rounding; over a std of that size it would be |A| = 0.95."""
     for k, score in product(range(2, 9), (0.1, 1 / 3, -0.7)):
@@ -149,14 +143,15 @@ def test_whitening_survives_float32():
         assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
 
 
-# The rows of PROPERTIES, on three groups of four responses without holes.
+# Three groups of four responses without holes
 BASE = make_rollout(0, 4, garbage=0.0)
 BASE["response_mask"][:2] = True
 
 
 def advantages_of(name: str, **changes) -> torch.Tensor:
+    """Of the first group."""
     args = make_args(name, samples_per_prompt=4, kl_coef=0.5, max_response_length=9, overlong_buffer=0)
-    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"]
+    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"][:4]
 
 
 def loss_of(name: str, num_sequences=5, num_tokens=7, max_response_length=9, **changes) -> torch.Tensor:
@@ -178,53 +173,41 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @each_script
-def test_a_constant_added_to_the_scores_of_a_group(name):
-    moved = BASE["scores"] + 7.0 * (torch.arange(12) < 4)
-    unchanged = equal(advantages_of(name, scores=moved)[:4], advantages_of(name)[:4])
-    assert unchanged == any(x in PROPERTIES[name].compared_with for x in ("the group", "the teacher"))
-
-
-@each_script
-def test_scores_of_others_and_values(name):
-    another = BASE["scores"] + 7.0 * (torch.arange(12) == 4)
-    changes = {"the batch": {"scores": another}, "the critic": {"values": 3 * BASE["values"]}}
-    changes["the greedy response"] = {"greedy_scores": 3 * BASE["greedy_scores"]}
-    for source, change in changes.items():
-        unchanged = equal(advantages_of(name, **change)[:4], advantages_of(name)[:4])
-        assert unchanged != (source in PROPERTIES[name].compared_with)
-
-
-@each_script
-def test_scores_times_nine(name):
-    times = {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")}
+def test_what_the_table_says_of_advantages(name):
+    row, scores, response = ROWS[name], BASE["scores"], torch.arange(12)
+    advantages = advantages_of(name)
+    group_moved = advantages_of(name, scores=scores + 7.0 * (response < 4))
+    assert equal(group_moved, advantages) == any(x in row.compared_with for x in ("the group", "the teacher"))
+    another_moved = advantages_of(name, scores=scores + 7.0 * (response == 4))
+    assert equal(another_moved, advantages) != ("the batch" in row.compared_with)
+    other_values = advantages_of(name, values=3 * BASE["values"])
+    assert equal(other_values, advantages) != ("the critic" in row.compared_with)
+    other_greedy = advantages_of(name, greedy_scores=3 * BASE["greedy_scores"])
+    assert equal(other_greedy, advantages) != ("the greedy response" in row.compared_with)
     no_kl = {"kl": 0 * BASE["kl"]}
-    unchanged = equal(advantages_of(name, **no_kl, **times), advantages_of(name, **no_kl))
-    assert unchanged == (PROPERTIES[name].scale == "yes")
+    times_nine = {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")}
+    assert equal(advantages_of(name, **no_kl, **times_nine), advantages_of(name, **no_kl)) == (
+        row.scale == "yes"
+    )
+    assert equal(advantages_of(name, kl=-50 * BASE["kl"]), advantages) != (row.kl_in == "reward")
 
 
 @each_script
-def test_another_kl_changes_advantages_or_loss(name):
-    in_reward = not equal(advantages_of(name, kl=-50 * BASE["kl"]), advantages_of(name))
-    in_loss = not equal(loss_of(name, ref_logprobs=2 * BASE["ref_logprobs"]), loss_of(name))
-    assert (in_reward, in_loss) == (PROPERTIES[name].kl_in == "reward", PROPERTIES[name].kl_in == "loss")
-
-
-@each_script
-def test_what_divides_a_token(name):
-    """The tokens or the responses of the step, and then its response's length, L_max, or nothing."""
-    over = PROPERTIES[name].mean_over
-    assert equal(2 * loss_of(name, num_tokens=14), loss_of(name)) == (over == "tokens")
-    assert equal(2 * loss_of(name, num_sequences=10), loss_of(name)) == (over != "tokens")
-    assert equal(2 * loss_of(name, max_response_length=18), loss_of(name)) == over.endswith("L_max")
+def test_what_the_table_says_of_the_loss(name):
+    """Its KL, and what divides a token: 1/N_tok or 1/N_seq, and then 1/T_i or 1/L_max."""
+    loss, text = loss_of(name), formula(name, "loss")
+    assert equal(loss_of(name, ref_logprobs=2 * BASE["ref_logprobs"]), loss) != (ROWS[name].kl_in == "loss")
+    assert equal(2 * loss_of(name, num_tokens=14), loss) == ("N_{tok}" in text)
+    assert equal(2 * loss_of(name, num_sequences=10), loss) == ("N_{seq}" in text)
+    assert equal(2 * loss_of(name, max_response_length=18), loss) == ("L_{max}" in text)
     slope, lengths = slopes(name, 0.0)[:, 0], BASE["response_mask"].sum(1).double()  # of first tokens
-    expected = 1 / lengths if over.endswith("its length") else torch.ones_like(lengths)
+    expected = 1 / lengths if "T_i" in text else torch.ones_like(lengths)
     assert equal(slope / slope[0], expected / expected[0])
 
 
 @each_script
-def test_flags_and_clip(name):
-    """The row of the table in docs/estimators.md is that of PROPERTIES too."""
-    args, row = make_args(name), PROPERTIES[name]
+def test_what_the_table_says_of_flags_and_clip(name):
+    args, row = make_args(name), ROWS[name]
     far = slopes(name, 3.0)[BASE["response_mask"]]  # good responses, far beyond any clip
     assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability"))
     if hasattr(args, "clip_eps"):
@@ -234,13 +217,11 @@ def test_flags_and_clip(name):
     elif hasattr(args, "delta"):
         assert row.clip == f"probability, {args.delta:g}"
     else:
-        assert row.clip == ("soft gate" if name == "sapo" else "none")
+        assert row.clip in ("soft gate", "none")
     steps = str(args.num_minibatches * args.update_epochs)
     if "num_minibatches" not in vars(args):  # it is not a flag
         steps += ", fixed"
-    assert (row.k, row.steps) == (args.samples_per_prompt, steps)
-    text = f"| [`{name}`](../{name}.py) | " + " | ".join(map(str, row)) + " |"
-    assert text in (ROOT / "docs" / "estimators.md").read_text(), f"docs/estimators.md lacks\n{text}"
+    assert (row.k, row.steps) == (str(args.samples_per_prompt), steps)
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import new
 import pytest
 import sync
 from conftest import POLICY_SCRIPTS, ROOT
@@ -89,17 +90,34 @@ def test_sync_carries_an_edit_into_every_script(folder):
 
 def test_sync_names_a_conflict_and_writes_nothing(folder, capsys):
     """ppo.py has its critic's step where grpo.py gets a line. Nor is a line of rloo.py alone overwritten."""
-    edit(
-        folder / "grpo.py",
-        "        # 8. Log and save\n",
-        "        print('edit')\n\n        # 8. Log and save\n",
-    )
+    place = "        # 8. Log and save\n"
+    edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
     edit(folder / "rloo.py", "    optimizer.step()\n", "    optimizer.step()\n    print('mine')\n")
     before = {path: path.read_text() for path in folder.iterdir()}
     assert sync.sync(folder) == 1
     said = capsys.readouterr().out
     assert "ppo.py: the edit does not merge" in said and "rloo.py: the edit does not merge" in said
     assert before == {path: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_new_algorithm_is_told_its_five_files(tmp_path):
+    """In the order of CONTRIBUTING.md, one less with each that is there. No script here lacks one."""
+    assert [new.missing(name) for name in POLICY_SCRIPTS if new.missing(name)] == []
+    shutil.copy(ROOT / "grpo.py", tmp_path)
+    new.create("mine", tmp_path)
+    assert sync.skeleton((tmp_path / "mine.py").read_text()) == sync.skeleton(SCRIPTS["grpo"])
+    texts = {
+        "mine.py": '"""MINE: another method."""\n',
+        "tests/references.py": "def mine_advantages(args):\n\n\nmine_loss = grpo_loss\n",
+        "README.md": "\n| [`mine.py`](mine.py) | MINE |\n",
+        "docs/estimators.md": "\n| [`mine`](../mine.py) | none |\n",
+        "docs/scripts/mine.md": "".join(f"\n## {section}\n" for section in new.SECTIONS),
+    }
+    for path, text in texts.items():
+        assert new.missing("mine", tmp_path)[0].startswith(f"{path}: ")
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert new.missing("mine", tmp_path) == []
 
 
 @pytest.mark.parametrize("name", VARIANTS)
