@@ -34,11 +34,11 @@ def test_seeds_are_one_line_of_their_mean(runs, tmp_path):
     assert [x for x, _ in lines["eval/score/2-5"][0]] == [0, 2]
 
 
-def test_other_flags_are_another_line_and_a_torn_line_is_left_out(runs, tmp_path):
+def test_other_flags_are_another_line_and_odd_lines_are_left_out(runs, tmp_path):
     flags = json.loads((runs / "seed2" / "args.json").read_text()) | {"kl_coef": 0.5}
     (tmp_path / "args.json").write_text(json.dumps(flags))
     text = (runs / "seed2" / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(text + '{"iteration": 3, "sco')
+    (tmp_path / "metrics.jsonl").write_text(text + '[1]\n7\n{"score": 1}\nnull\n{"iteration": 3, "sco')
     labels, lines = lines_of(tmp_path / "plot.png", runs / "seed2", tmp_path)
     assert labels == ["grpo kl_coef 0.01", "grpo kl_coef 0.5"]
     assert lines["score"][0] == lines["score"][1]

@@ -10,6 +10,7 @@ sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin. It needs 
 """
 
 import json
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -42,20 +43,22 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except (OSError, ValueError) as error:
         refuse(f"{folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
-    rows, tokens = defaultdict(dict), 0
+    rows = defaultdict(dict)
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
-            continue  # torn, where the run was killed
-        rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
-    for _, row in sorted(rows.items()):
-        if "response_length" in row:
-            tokens += row["response_length"] * flags["batch_size"] * row.get("rollouts", 1)
-        row["tokens"] = tokens
+        except ValueError:  # half a line, where the run was killed
+            row = None
+        if isinstance(row, dict) and "iteration" in row:
+            rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
     if not rows:
         refuse(f"{folder} has no finished iteration yet; leave it out")
-    return flags, [row for _, row in sorted(rows.items())]
+    rows = [rows[iteration] for iteration in sorted(rows)]
+    tokens = 0
+    for row in rows:
+        tokens += row.get("response_length", 0) * flags.get("batch_size", 0) * row.get("rollouts", 1)
+        row["tokens"] = tokens
+    return flags, rows
 
 
 def refuse(message: str) -> None:
@@ -65,16 +68,32 @@ def refuse(message: str) -> None:
 
 def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
     """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
+    by_name = defaultdict(list)  # the flags that make a line, of all runs of a script
+    for flags, _ in runs:
+        by_name[flags["exp_name"]].append(flags)
     groups = defaultdict(list)
     for flags, rows in runs:
-        groups[tuple((name, str(value)) for name, value in flags.items() if name not in FREE)].append(rows)
-    labels = {}
-    for key, group in groups.items():
-        flags = dict(key)
-        others = [dict(other) for other in groups if dict(other)["exp_name"] == flags["exp_name"]]
-        differing = [name for name in flags if any(other.get(name) != flags[name] for other in others)]
-        labels[" ".join([flags["exp_name"], *(f"{name} {flags[name]}" for name in differing)])] = group
-    return labels
+        label = [flags["exp_name"]]
+        for name, value in flags.items():
+            differs = any(other.get(name) != value for other in by_name[flags["exp_name"]])
+            if differs and name not in FREE:
+                label.append(f"{name} {value}")
+        groups[" ".join(label)].append(rows)
+    return groups
+
+
+def points(seeds: list[list[dict]], name: str, x: str) -> list[tuple]:
+    """(x, mean, lowest, highest) of a metric over the seeds, for each iteration that has it."""
+    values = defaultdict(list)
+    for rows in seeds:
+        for row in rows:
+            if name in row:
+                values[row["iteration"]].append((row[x], row[name]))
+    found = []
+    for iteration in sorted(values):
+        xs, ys = zip(*values[iteration])
+        found.append((mean(xs), mean(ys), min(ys), max(ys)))
+    return found
 
 
 def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", columns: int = 2):
@@ -85,25 +104,29 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", 
     import matplotlib.pyplot as plt
     from PIL import Image
 
-    found = dict.fromkeys(name for seeds in groups.values() for rows in seeds for row in rows for name in row)
+    found = {}  # names of metrics, in their order
+    for seeds in groups.values():
+        for rows in seeds:
+            for row in rows:
+                found |= dict.fromkeys(row)
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     columns = min(columns, len(names))
-    height, handles = -(-len(names) // columns), {}
+    height = math.ceil(len(names) / columns)
     size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
     figure, axes = plt.subplots(height, columns, layout="constrained", squeeze=False, **size)
+    handles = {}  # lines by their label
     for axis, name in zip(axes.flat, names):
         for number, (label, seeds) in enumerate(groups.items()):
-            points = defaultdict(list)  # by iteration, those of each seed
-            for row in (row for rows in seeds for row in rows if name in row):
-                points[row["iteration"]].append((row[x], row[name]))
-            if points:
-                xs, ys = zip(*(zip(*points[iteration]) for iteration in sorted(points)))
-                style = {"color": COLORS[number % 7], "linestyle": STYLES[number // 7 % 3], "lw": 1.3}
-                xs, style["marker"] = [*map(mean, xs)], "." if len(xs) < 10 else ""
-                (handles[label],) = axis.plot(xs, [*map(mean, ys)], **style)
-                if len(groups) <= len(COLORS):  # more shades than that would hide the lines
-                    shade = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-                    axis.fill_between(xs, [*map(min, ys)], [*map(max, ys)], **shade)
+            line = points(seeds, name, x)
+            if not line:
+                continue
+            xs, means, lows, highs = zip(*line)
+            color = COLORS[number % len(COLORS)]
+            style = STYLES[number // len(COLORS) % len(STYLES)]
+            marker = "." if len(xs) < 10 else ""
+            [handles[label]] = axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker)
+            if len(groups) <= len(COLORS):  # more shades than that would hide the lines
+                axis.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
         axis.set_title(TITLES.get(name, name), fontsize=10)
         axis.grid(alpha=0.25)
     for axis in axes.flat[len(names) :]:
