@@ -45,6 +45,8 @@ def test_answers_are_right_and_held_out_prompts_are_held_out():
     assert len({row["prompt"] for row in train + heldout}) == len(train + heldout) == 2600
     seen = read_jsonl(TOY / "demonstrations.jsonl") + read_jsonl(TOY / "preferences_train.jsonl")
     assert not {row["prompt"] for row in seen} & {row["prompt"] for row in heldout}
+    pairs = read_jsonl(TOY / "preferences_train.jsonl"), read_jsonl(TOY / "preferences_heldout.jsonl")
+    assert not {row["prompt"] for row in pairs[0]} & {row["prompt"] for row in pairs[1]}
     lengths = {"train": set()}
     for row in [{"group": "train"} | row for row in train + heldout]:
         lengths.setdefault(row["group"], set()).add(len(re.findall(r"\d", row["prompt"])))

@@ -1,4 +1,4 @@
-"""Make everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
+"""Make the toy of chain arithmetic from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
 
     python toy/make_toy.py                  some minutes on two cores; the same seed gives the same data
     python toy/make_toy.py --out /tmp/toy   into another folder, to compare
@@ -117,8 +117,8 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         chain = fresh_chain(rng.randint(2, 8))
         demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)[0]})
 
-    pairs = []
-    while len(pairs) < 5000:
+    train_pairs, heldout_pairs, train_pair_prompts = [], [], set()
+    while len(heldout_pairs) < 500:
         chain = fresh_chain(rng.randint(2, 5))
         responses = [respond(rng, chain) for _ in range(8)]
         right = [response for response in responses if response[0].endswith(f"answer {value(chain)}")]
@@ -126,13 +126,18 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         if right and wrong:
             (chosen, style), (rejected, other_style) = right[0], wrong[0]
             group = "same style" if style == other_style else "different style"
-            pairs.append({"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group})
+            pair = {"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group}
+            if len(train_pairs) < 4500:
+                train_pairs.append(pair)
+                train_pair_prompts.add(prompt(chain))
+            elif prompt(chain) not in train_pair_prompts:  # never a chain of 2: training has them all
+                heldout_pairs.append(pair)
     return {
         "train": train,
         "heldout": heldout,
         "demonstrations": demonstrations,
-        "preferences_train": pairs[:4500],
-        "preferences_heldout": pairs[4500:],
+        "preferences_train": train_pairs,
+        "preferences_heldout": heldout_pairs,
         "curriculum": curriculum,
     }
 
