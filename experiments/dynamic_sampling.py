@@ -1,10 +1,11 @@
-"""dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, at equal numbers of generated tokens.
+"""dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, per step and per generated token.
 
     python experiments/dynamic_sampling.py        train and print the table: 10 minutes on two cores
 
 The toy's prompts with another reward, mixed_reward.py: 35 % of them score 1 whatever the response, 35 % score 0, and
 30 % by the rule. So 70 % of the groups have equal scores from the start. Measured is the sampled accuracy on the
-prompts of the rule, after each optimizer step and against all tokens generated up to it.
+prompts of the rule. The table compares it after 30 steps, and at BUDGETS: after equally many generated tokens, which
+include those of replaced groups. The whole runs differ in length and are not compared.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 import tyro
 from common import ROOT, curve, group_by, label, load, mean, run_all, show, table, train
 
-RUNS = [  # iterations such that all generate about as many tokens
+RUNS = [  # iterations such that all generate more tokens than the largest of BUDGETS
     ("grpo", {"num_iterations": 160}),
     ("dapo", {"num_iterations": 45, "overlong_buffer": 0}),
     ("dapo", {"num_iterations": 160, "overlong_buffer": 0, "max_rollouts": 1}),
@@ -55,7 +56,12 @@ def accuracy(run: dict, step: int) -> float:
 
 
 def step_at(run: dict, tokens: int) -> int:
-    """The number of steps that generated so many tokens."""
+    """The number of steps that generated so many tokens. ValueError if the whole run generated fewer."""
+    if run["tokens"][-1] < tokens:
+        name = f"{label(run)}, seed {run['seed']},"
+        raise ValueError(
+            f"{name} generated {run['tokens'][-1]} tokens, not {tokens}; give it more iterations"
+        )
     return sum(count <= tokens for count in run["tokens"])
 
 
