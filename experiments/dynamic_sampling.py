@@ -3,9 +3,8 @@
     python experiments/dynamic_sampling.py        train and print the table: 10 minutes on two cores
 
 The toy's prompts with another reward, mixed_reward.py: 35 % of them score 1 whatever the response, 35 % score 0, and
-30 % by the rule. So 70 % of the groups have equal scores from the start. Measured is the sampled accuracy on the
-prompts of the rule. The table compares it after 30 steps, and at BUDGETS: after equally many generated tokens, which
-include those of replaced groups. The whole runs differ in length and are not compared.
+30 % by the rule. So 70 % of the groups have equal scores from the start. Compared is the sampled accuracy on the
+prompts of the rule, after 30 steps and after equally many generated tokens (BUDGETS). The runs differ in length.
 """
 
 import json
@@ -58,10 +57,7 @@ def accuracy(run: dict, step: int) -> float:
 def step_at(run: dict, tokens: int) -> int:
     """The number of steps that generated so many tokens. ValueError if the whole run generated fewer."""
     if run["tokens"][-1] < tokens:
-        name = f"{label(run)}, seed {run['seed']},"
-        raise ValueError(
-            f"{name} generated {run['tokens'][-1]} tokens, not {tokens}; give it more iterations"
-        )
+        raise ValueError(f"{label(run)}, seed {run['seed']}: {tokens} tokens take more iterations")
     return sum(count <= tokens for count in run["tokens"])
 
 

@@ -105,5 +105,5 @@ def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
 def test_the_experiment_compares_no_run_at_more_tokens_than_it_generated():
     run = {"script": "dapo", "flags": {}, "seed": 1, "tokens": [100, 200, 300]}
     assert [step_at(run, tokens) for tokens in (100, 299, 300)] == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"`dapo.py`, seed 1, generated 300 tokens, not 301"):
+    with pytest.raises(ValueError, match=r"`dapo.py`, seed 1: 301 tokens take more"):
         step_at(run, 301)

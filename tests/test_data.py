@@ -1,8 +1,8 @@
 """The data scripts: right answers, held-out prompts, rewards, and one line where a package is missing."""
 
-import hashlib
 import json
 import sys
+import zlib
 
 import gsm8k
 import pytest
@@ -40,12 +40,11 @@ def test_lists_have_right_answers_and_hold_out_what_they_say(tmp_path):
         assert row["chosen"][0]["content"] == right != row["rejected"][0]["content"]
 
 
-def test_lists_are_those_of_the_committed_results():
-    """Of experiments/real.py and experiments/classic.py."""
+def test_lists_are_those_of_the_committed_results_of_real_and_classic():
     four = {"train": ("4 words",), "test": ("4 words", "3 words"), "demonstrations": 200, "pairs": 200}
-    for flags, start in (({}, "b9c55343"), (four, "35df541f")):
+    for flags, checksum in (({}, 3345264551), (four, 2735392005)):
         rows = json.dumps(reversal.make_rows(reversal.Args(**flags)))
-        assert hashlib.sha256(rows.encode()).hexdigest().startswith(start)
+        assert zlib.crc32(rows.encode()) == checksum
 
 
 def test_scores_of_lists():

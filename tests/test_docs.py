@@ -196,5 +196,4 @@ def test_make_diff_shows_a_diff():
 
 
 def test_the_patches_of_experiments_apply():
-    patches = ROOT.glob("experiments/patches/*.patch")
-    subprocess.run(["git", "apply", "--check", *patches], cwd=ROOT, check=True)
+    subprocess.run(["git", "apply", "--check", *ROOT.glob("experiments/patches/*")], cwd=ROOT, check=True)

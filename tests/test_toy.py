@@ -11,17 +11,11 @@ from zoo import run
 TOY = ROOT / "toy"
 
 
-@pytest.fixture(scope="module")
-def remade():
-    return make_toy.make_data(seed=0)
-
-
-@pytest.mark.parametrize(
-    "name", ["train", "heldout", "demonstrations", "preferences_train", "preferences_heldout"]
-)
-def test_same_seed_same_files(tmp_path, remade, name):
-    make_toy.write_jsonl(tmp_path / "file", remade[name])
-    assert (tmp_path / "file").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
+def test_same_seed_same_files(tmp_path):
+    data = make_toy.make_data(seed=0)
+    for name in data.keys() - {"curriculum"}:  # which is not committed
+        make_toy.write_jsonl(tmp_path / "file", data[name])
+        assert (tmp_path / "file").read_bytes() == (TOY / f"{name}.jsonl").read_bytes(), name
 
 
 def test_tokenizer_is_the_one_that_is_made(tmp_path):

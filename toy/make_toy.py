@@ -10,6 +10,7 @@ each result is for.
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,7 +118,7 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         chain = fresh_chain(rng.randint(2, 8))
         demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)[0]})
 
-    train_pairs, heldout_pairs, train_pair_prompts = [], [], set()
+    train_pairs, heldout_pairs = [], []
     while len(heldout_pairs) < 500:
         chain = fresh_chain(rng.randint(2, 5))
         responses = [respond(rng, chain) for _ in range(8)]
@@ -129,9 +130,8 @@ def make_data(seed: int) -> dict[str, list[dict]]:
             pair = {"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group}
             if len(train_pairs) < 4500:
                 train_pairs.append(pair)
-                train_pair_prompts.add(prompt(chain))
-            elif prompt(chain) not in train_pair_prompts:  # never a chain of 2: training has them all
-                heldout_pairs.append(pair)
+            elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
+                heldout_pairs.append(pair)  # never a chain of 2: training has all of them
     return {
         "train": train,
         "heldout": heldout,
@@ -191,9 +191,7 @@ def train(script: str, out: Path, seed: int, *flags: str) -> None:
         run_dir = Path(runs) / "run"
         command = [sys.executable, str(HERE.parent / script), "--seed", str(seed), "--device", "cpu"]
         subprocess.run([*command, "--run_dir", str(run_dir), *flags], check=True)
-        out.mkdir(parents=True, exist_ok=True)
-        for file in (run_dir / "model").iterdir():
-            (out / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
 
 
 def main(seed: int = 0, out: Path = HERE) -> None:
@@ -210,8 +208,7 @@ def main(seed: int = 0, out: Path = HERE) -> None:
         flags += ["--lr_schedule", "constant_with_warmup"]
         flags += ["--model", str(untrained), "--dataset", str(curriculum)]
         train("sft.py", out / "base", seed, *flags)
-    demonstrations = str(out / "demonstrations.jsonl")
-    flags = ["--model", str(out / "base"), "--dataset", demonstrations]
+    flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
     flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]
