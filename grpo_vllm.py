@@ -19,10 +19,10 @@ is above 0). vLLM does not return the entropy: the metric is its estimate from t
 
 Each rank has an engine with all weights. On a CPU vLLM needs a head_dim of at least 32; the toy's is 16. Left
 out: an engine over several GPUs, and freeing its memory during the update. A small model on a CPU, made by
-data/smollm2.py and data/reasoning.py, and a larger one on 8 GPUs; no GPU was tried yet:
+data/smollm2.py and data/reversal.py, and a larger one on 8 GPUs; no GPU was tried yet:
 
     python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
-        --reward data/reasoning.py:score --max_response_length 16 --learning_rate 1e-5
+        --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing \

@@ -22,12 +22,12 @@ SFT |= {"eval_size": 0, "num_epochs": 1, "batch_size": 16} | SHARED
 PAIRS = {"model": "runs/four_sft/model", "dataset": "data/four/pairs.jsonl", "run_dir": "runs/four_rm"}
 PAIRS |= {"num_epochs": 1, "batch_size": 16} | SHARED | {"micro_batch_size": 8, "learning_rate": 5e-5}
 RLOO = {"model": "runs/four_sft/model", "dataset": "data/four/train.jsonl", "run_dir": "runs/four"}
-RLOO |= {"reward": "runs/four_rm/model", "eval_reward": "data/reasoning.py:score", "reward_zscore": True}
+RLOO |= {"reward": "runs/four_rm/model", "eval_reward": "data/reversal.py:score", "reward_zscore": True}
 RLOO |= {"eval_dataset": "data/four/test.jsonl", "batch_size": 32} | SHARED
 RLOO |= {"max_response_length": 24, "kl_coef": 0.05, "num_iterations": 15, "eval_every": 5}
 GROUPS = ("4 words", "3 words")  # held-out lists
 STAGES = {"sft": SFT, "reward_model": PAIRS, "rloo": RLOO}
-COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reasoning.py", *DATA]]
+COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reversal.py", *DATA]]
 COMMANDS += [["python", f"{script}.py", *words_of(flags)] for script, flags in STAGES.items()]
 
 

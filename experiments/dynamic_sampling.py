@@ -1,10 +1,10 @@
-"""dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, at equal numbers of generated tokens.
+"""dapo.py's dynamic sampling and grpo.py on prompts of which most teach nothing, per step and per generated token.
 
     python experiments/dynamic_sampling.py        train and print the table: 10 minutes on two cores
 
 The toy's prompts with another reward, mixed_reward.py: 35 % of them score 1 whatever the response, 35 % score 0, and
-30 % by the rule. So 70 % of the groups have equal scores from the start. Measured is the sampled accuracy on the
-prompts of the rule, after each optimizer step and against all tokens generated up to it.
+30 % by the rule. So 70 % of the groups have equal scores from the start. Compared is the sampled accuracy on the
+prompts of the rule, after 30 steps and after equally many generated tokens (BUDGETS). The runs differ in length.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 from common import ROOT, curve, group_by, label, load, mean, run_all, show, table, train
 
-RUNS = [  # iterations such that all generate about as many tokens
+RUNS = [  # iterations such that all generate more tokens than the largest of BUDGETS
     ("grpo", {"num_iterations": 160}),
     ("dapo", {"num_iterations": 45, "overlong_buffer": 0}),
     ("dapo", {"num_iterations": 160, "overlong_buffer": 0, "max_rollouts": 1}),
@@ -55,7 +55,9 @@ def accuracy(run: dict, step: int) -> float:
 
 
 def step_at(run: dict, tokens: int) -> int:
-    """The number of steps that generated so many tokens."""
+    """The number of steps that generated so many tokens. ValueError if the whole run generated fewer."""
+    if run["tokens"][-1] < tokens:
+        raise ValueError(f"{label(run)}, seed {run['seed']}: {tokens} tokens take more iterations")
     return sum(count <= tokens for count in run["tokens"])
 
 

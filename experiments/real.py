@@ -3,7 +3,7 @@
     python experiments/real.py --demo        rloo.py once: its command, accuracy and responses before and after
     python experiments/real.py               train, draw and print the tables: 2 hours on two cores
 
-Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reasoning.py write; `make real` does all of it.
+Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reversal.py write; `make real` does all of it.
 """
 
 import json
@@ -18,7 +18,7 @@ import tyro
 from common import POLICY_SCRIPTS, ROOT, group_by, label, load, show, table
 
 FLAGS = {"dataset": "data/reversal/train.jsonl", "eval_dataset": "data/reversal/test.jsonl"}
-FLAGS |= {"model": "data/smollm2", "reward": "data/reasoning.py:score", "max_response_length": 16}
+FLAGS |= {"model": "data/smollm2", "reward": "data/reversal.py:score", "max_response_length": 16}
 FLAGS |= {"batch_size": 32, "samples_per_prompt": 8, "micro_batch_size": 16, "num_minibatches": 1}
 FLAGS |= {"learning_rate": 1e-5, "warmup_iterations": 2, "num_iterations": 20}
 FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; a cell has further ones

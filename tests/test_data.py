@@ -1,10 +1,13 @@
 """The data scripts: right answers, held-out prompts, rewards, and one line where a package is missing."""
 
+import json
 import sys
+import zlib
 
 import gsm8k
 import pytest
 import reasoning
+import reversal
 import smollm2
 from conftest import read_jsonl, write_jsonl
 
@@ -16,12 +19,12 @@ def answer_to(turn: dict) -> str:
 
 
 def test_lists_have_right_answers_and_hold_out_what_they_say(tmp_path):
-    reasoning.main(reasoning.Args(size=60, held_out=20, demonstrations=5, pairs=30, folder=tmp_path))
+    reversal.main(reversal.Args(size=60, held_out=20, demonstrations=5, pairs=30, folder=tmp_path))
     train, test = read_jsonl(tmp_path / "train.jsonl"), read_jsonl(tmp_path / "test.jsonl")
     questions = [row["prompt"][-1]["content"] for row in train + test]
     assert len(set(questions)) == len(questions)
     for row in train + test:
-        if row["task"] == "reversal":
+        if row["group"] != "plain questions":
             *_, example, example_answer, question = row["prompt"]
             assert row["answer"] == answer_to(question)
             assert example["content"] not in questions
@@ -37,16 +40,18 @@ def test_lists_have_right_answers_and_hold_out_what_they_say(tmp_path):
         assert row["chosen"][0]["content"] == right != row["rejected"][0]["content"]
 
 
-def test_the_same_seed_writes_the_same_and_another_one_does_not():
-    one, again, other = (reasoning.make_rows(reasoning.Args(size=20, seed=seed)) for seed in (1, 1, 2))
-    assert one == again != other
+def test_lists_are_those_of_the_committed_results_of_real_and_classic():
+    four = {"train": ("4 words",), "test": ("4 words", "3 words"), "demonstrations": 200, "pairs": 200}
+    for flags, checksum in (({}, 3345264551), (four, 2735392005)):
+        rows = json.dumps(reversal.make_rows(reversal.Args(**flags)))
+        assert zlib.crc32(rows.encode()) == checksum
 
 
-def test_scores_of_tasks():
+def test_scores_of_lists():
     """An answer is right as a whole; a plain question is answered in a sentence."""
     texts, answers = ["b, a", " b, a\n", "b, a, a", "b", "It is Paris.", "Rome"], ["b, a"] * 4 + ["Paris"] * 2
-    tasks = ["reversal"] * 4 + ["plain questions"] * 2
-    assert reasoning.score(texts, answers, tasks, [""] * 6, prompts=[]) == [1, 1, 0, 0, 1, 0]
+    groups = ["3 words"] * 4 + ["plain questions"] * 2
+    assert reversal.score(texts, answers, groups, prompts=[]) == [1, 1, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -63,7 +68,7 @@ def test_gsm8k_rows(text, tmp_path):
 
 def test_a_missing_package_is_one_line(monkeypatch, tmp_path):
     calls = {
-        "reasoning-gym": lambda: reasoning.main(reasoning.Args("knights_knaves", folder=tmp_path)),
+        "reasoning-gym": lambda: reasoning.main(reasoning.Args("knights_knaves")),
         "math-verify": lambda: gsm8k.reward(["#### 1"], ["1"]),
         "accelerate": lambda: smollm2.convert(tmp_path / "x.gguf", tmp_path),
     }

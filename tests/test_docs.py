@@ -183,3 +183,7 @@ def test_every_script_has_a_row_and_a_page_with_its_functions(path):
 def test_make_diff_shows_a_diff():
     result = subprocess.run(["make", "diff", "A=grpo", "B=rloo"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and "+++ b/rloo.py" in result.stdout
+
+
+def test_the_patches_of_experiments_apply():
+    subprocess.run(["git", "apply", "--check", *ROOT.glob("experiments/patches/*")], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""Make everything in this folder from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
+"""Make the toy of chain arithmetic from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
 
     python toy/make_toy.py                  some minutes on two cores; the same seed gives the same data
     python toy/make_toy.py --out /tmp/toy   into another folder, to compare
@@ -10,6 +10,7 @@ each result is for.
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,8 +118,8 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         chain = fresh_chain(rng.randint(2, 8))
         demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)[0]})
 
-    pairs = []
-    while len(pairs) < 5000:
+    train_pairs, heldout_pairs = [], []
+    while len(heldout_pairs) < 500:
         chain = fresh_chain(rng.randint(2, 5))
         responses = [respond(rng, chain) for _ in range(8)]
         right = [response for response in responses if response[0].endswith(f"answer {value(chain)}")]
@@ -126,13 +127,17 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         if right and wrong:
             (chosen, style), (rejected, other_style) = right[0], wrong[0]
             group = "same style" if style == other_style else "different style"
-            pairs.append({"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group})
+            pair = {"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group}
+            if len(train_pairs) < 4500:
+                train_pairs.append(pair)
+            elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
+                heldout_pairs.append(pair)  # never a chain of 2: training has all of them
     return {
         "train": train,
         "heldout": heldout,
         "demonstrations": demonstrations,
-        "preferences_train": pairs[:4500],
-        "preferences_heldout": pairs[4500:],
+        "preferences_train": train_pairs,
+        "preferences_heldout": heldout_pairs,
         "curriculum": curriculum,
     }
 
@@ -186,9 +191,7 @@ def train(script: str, out: Path, seed: int, *flags: str) -> None:
         run_dir = Path(runs) / "run"
         command = [sys.executable, str(HERE.parent / script), "--seed", str(seed), "--device", "cpu"]
         subprocess.run([*command, "--run_dir", str(run_dir), *flags], check=True)
-        out.mkdir(parents=True, exist_ok=True)
-        for file in (run_dir / "model").iterdir():
-            (out / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
 
 
 def main(seed: int = 0, out: Path = HERE) -> None:
@@ -205,8 +208,7 @@ def main(seed: int = 0, out: Path = HERE) -> None:
         flags += ["--lr_schedule", "constant_with_warmup"]
         flags += ["--model", str(untrained), "--dataset", str(curriculum)]
         train("sft.py", out / "base", seed, *flags)
-    demonstrations = str(out / "demonstrations.jsonl")
-    flags = ["--model", str(out / "base"), "--dataset", demonstrations]
+    flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
     flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]

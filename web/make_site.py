@@ -22,7 +22,7 @@ HUNK = re.compile(r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", re.MULTILINE)  #
 EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re.DOTALL)
 PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
-GUIDE = "toy evidence real hacking estimators questions metrics recipes scaling speed reliability".split()
+GUIDE = "toy real hacking estimators questions metrics recipes scaling speed reliability".split()
 
 
 def script_names() -> list[str]:

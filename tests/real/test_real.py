@@ -6,6 +6,7 @@ Needs data/smollm2, the group test-real of pyproject.toml and 6 GB of memory. Al
 import gsm8k
 import pytest
 import reasoning
+import reversal
 import torch
 import transformers
 from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
@@ -22,7 +23,7 @@ ARGS = rloo.Args(model=str(MODEL), max_response_length=16)
 def data(tmp_path_factory):
     """Paths for training and evaluation."""
     folder = tmp_path_factory.mktemp("data")
-    rows = reasoning.make_rows(reasoning.Args(held_out=8, size=24))
+    rows = reversal.make_rows(reversal.Args(held_out=8, size=24))
     test = [row for row in rows["test"] if row["group"] == "3 words"]
     return write_jsonl(folder / "train.jsonl", rows["train"]), write_jsonl(folder / "test.jsonl", test)
 
@@ -109,10 +110,10 @@ def test_gsm8k_compares_numbers():
 
 def test_an_answer_that_is_half_right_counts_nothing():
     """A puzzle of reasoning-gym, scored by its own function, with and without tags."""
-    args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=3, held_out=3, think=True)
-    row = reasoning.make_rows(args)["train"][0]
+    args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=20, held_out=3)
+    row = next(row for row in reasoning.make_rows(args)["train"] if "knight" in row["answer"])
     half = row["answer"].replace("knight", "knave", 1)
     assert half != row["answer"]
     said = [row["answer"], f"<think> {half} </think>\n<answer>{row['answer']}</answer>", half, "no idea"]
-    columns = {name: [row[name]] * 4 for name in ("answer", "task", "entry")}
+    columns = {name: [row[name]] * 4 for name in ("task", "entry")}
     assert reasoning.score(said, **columns) == [1, 1, 0, 0]
