@@ -90,16 +90,16 @@ def measure(run_dir, script: str, setting: str, k: int, size: int) -> dict:
 
 
 def summary() -> None:
-    """Print a row for each script: cosine and noise. Scripts with the same numbers share a row."""
-    rows = {}
-    for (script,), runs in group_by(load("bandit")["runs"], "script").items():
+    """Print a line for each script: cosine and noise. Scripts with the same numbers share a line."""
+    lines, rows = {}, load("bandit")
+    for (script,), runs in group_by(rows, "script").items():
         cells = tuple(f"{run['cosine']:.3f} / {run['noise']:.2f}" for run in runs)
-        rows.setdefault(cells, []).append(f"`{script}`")
+        lines.setdefault(cells, []).append(f"`{script}`")
     heads = []
     for setting, k, size in POINTS:
         others = (f", k = {k}" if k != 4 else "") + (f", {size} responses" if size != 128 else "")
         heads.append(SETTINGS[setting] + others)
-    table(["", *heads], [[", ".join(same), *cells] for cells, same in rows.items()])
+    table(["", *heads], [[", ".join(same), *cells] for cells, same in lines.items()], rows)
 
 
 def main() -> None:

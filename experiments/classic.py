@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import tyro
-from common import ROOT, load, made, print_commands, save, table, words_of
+from common import ROOT, load, print_commands, provenance, save, table, words_of
 
 DATA = ["--train", "4 words", "--test", "4 words", "3 words", "--demonstrations", "200", "--pairs", "200"]
 DATA += ["--folder", "data/four"]
@@ -38,14 +38,14 @@ def commands() -> None:
 
 def summary() -> None:
     """Print the score of the reward model and the true accuracy at each evaluation of the last stage."""
-    _, _, rloo = (run["metrics"] for run in load("classic")["runs"])
-    rows, score = [], ""
-    for line in rloo:
-        score = f"{line['score']:.2f}" if "score" in line else score
-        if "eval/score/4 words" in line:
-            truth = [f"{line[f'eval/score/{group}']:.2f}" for group in GROUPS]
-            rows.append([str(line["iteration"]), score, *truth])
-    table(["iteration", "score in training", *GROUPS], rows)
+    rows = load("classic")
+    lines, score = [], ""
+    for metrics in rows[-1]["metrics"]:
+        score = f"{metrics['score']:.2f}" if "score" in metrics else score
+        if "eval/score/4 words" in metrics:
+            truth = [f"{metrics[f'eval/score/{group}']:.2f}" for group in GROUPS]
+            lines.append([str(metrics["iteration"]), score, *truth])
+    table(["iteration", "score in training", *GROUPS], lines, rows)
 
 
 def main(run: bool = True) -> None:
@@ -53,11 +53,12 @@ def main(run: bool = True) -> None:
         for command in COMMANDS:
             print(shlex.join(command), flush=True)
             subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
-        runs = []
+        rows = []
         for script, flags in STAGES.items():
             lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
-            runs.append({"script": script, "metrics": [json.loads(line) for line in lines]})
-        save("classic", {"made": made(), "runs": runs})
+            metrics = {"metrics": [json.loads(line) for line in lines]}
+            rows.append({"script": script} | provenance(script) | metrics)
+        save("classic", rows)
     summary()
 
 

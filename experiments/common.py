@@ -1,12 +1,15 @@
 """What the experiments share: run a script with flags over seeds, keep its metrics, print Markdown from the results.
 
 An experiment is a list of cells, dicts such as {"script": "grpo", "seed": 1}, and a function that measures one.
-`run_all` keeps the outcome of each cell in results/<name>.json, so an interrupted experiment resumes.
-The pages call `table` and the tables of the experiments in blocks that cog fills (`make tables`).
+`run_all` adds a row for each cell to results/<name>.jsonl: the cell, what made the row, and the numbers. An interrupted
+experiment resumes. The pages print the tables of the experiments in blocks that cog fills (`make tables`).
 """
 
 import ast
+import datetime
+import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -17,6 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import tokenize
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
+PATCHES = ROOT / "experiments" / "patches"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from sync import policy_scripts  # noqa: E402
@@ -31,32 +36,78 @@ from sync import policy_scripts  # noqa: E402
 POLICY_SCRIPTS = tuple(policy_scripts())
 
 
-def load(name: str) -> dict:
-    """The committed results of an experiment."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def load(name: str) -> list[dict]:
+    """The rows of a result file."""
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").open()]
 
 
-def save(name: str, results: dict) -> None:
-    """Write the results, a line for each run, so that a diff of two result files can be read."""
-    head = {key: value for key, value in results.items() if key != "runs"}
-    runs = ",\n".join(json.dumps(run) for run in results["runs"])
-    (RESULTS / f"{name}.json").write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{runs}\n]}}\n')
+def save(name: str, rows: list[dict]) -> None:
+    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def made() -> dict:
-    """The command, the machine and the versions of the packages, to be kept with a result."""
+# --- provenance: what made a row, and whether its script has changed since ---
+
+
+def provenance(script: str | None = None, patches: Iterable[str] = ()) -> dict:
+    """What made a row that is measured now. Without a script it has no "code", and the row is never stale."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor() or platform.machine()
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
-    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    return {
-        "command": " ".join(["python", str(script), *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} cores, {processor}",
-        "versions": ", ".join(versions),
-    }
+    code = {"code": code_hash(script, patches)} if script else {}
+    machine = f"{os.cpu_count()} cores, {processor}"
+    return code | {"versions": versions(), "machine": machine, "date": str(datetime.date.today())}
+
+
+def versions(*more: str) -> list[str]:
+    """The versions of packages in the environment of this process, without builds such as +cpu."""
+    names = ("torch", "transformers", *more)
+    return [f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names]
+
+
+def code_hash(script: str, patches: Iterable[str] = ()) -> str:
+    """A hash of the code that decides a script's numbers, and of the patches that a run applies to it."""
+    parts = [code_of((ROOT / f"{script}.py").read_text())]
+    parts += [(PATCHES / f"{patch}.patch").read_text() for patch in patches]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
+
+
+@cache
+def code_of(source: str) -> str:
+    """The lines of a script above its plumbing, without comments, docstrings and blank lines."""
+    source = source.partition("\n# --- plumbing")[0]
+    lines = source.splitlines()
+    # Not ast.unparse, whose text depends on the version of Python.
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        first, last, column = token.start[0] - 1, token.end[0], token.start[1]
+        if token.type == tokenize.COMMENT:
+            lines[first] = lines[first][:column]
+        elif token.string.startswith('"""') and not lines[first][:column].strip():
+            lines[first:last] = [""] * (last - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def is_stale(row: dict) -> bool:
+    """Whether the code that made a row has changed."""
+    return "code" in row and row["code"] != code_hash(row["script"], row.get("patches", []))
+
+
+def print_provenance(rows: list[dict]) -> None:
+    """Print when, where and with what the rows were measured, and whose scripts have changed since."""
+    dates = sorted({row["date"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    machines = ", and on ".join(dict.fromkeys(row["machine"] for row in rows))
+    packages = ", ".join(dict.fromkeys(package for row in rows for package in row["versions"]))
+    text = f"Measured {when} on {machines}, with {packages}."
+    stale = [row for row in rows if is_stale(row)]
+    if stale:
+        names = ", ".join(dict.fromkeys(f"`{row['script']}.py`" for row in stale))
+        text += f" Stale, since the script has changed: {'all rows' if len(stale) == len(rows) else names}."
+    print(textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n")
+
+
+# --- running a script ---
 
 
 @cache
@@ -80,9 +131,11 @@ def words_of(flags: dict) -> list[str]:
 
 
 def flags_of(script: str, flags: dict) -> list[str]:
-    """A command line of those flags that the script has."""
-    known = defaults(script)
-    return words_of({name: value for name, value in flags.items() if name in known})
+    """A command line of these flags, which the script must have."""
+    unknown = [name for name in flags if name not in defaults(script)]
+    if unknown:
+        raise ValueError(f"{script}.py has no flag --{', --'.join(unknown)}; leave it out")
+    return words_of(flags)
 
 
 def train(
@@ -91,8 +144,7 @@ def train(
     """Run a script, or a copy with these patches. Returns the lines of its metrics.jsonl, and the seconds it took."""
     file = shutil.copy(ROOT / f"{script}.py", Path(run_dir).parent) if patches else f"{script}.py"
     for patch in patches:
-        path = ROOT / "experiments" / "patches" / f"{patch}.patch"
-        subprocess.run(["git", "apply", path], cwd=Path(run_dir).parent, check=True)
+        subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=Path(run_dir).parent, check=True)
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     start = time.perf_counter()
@@ -102,7 +154,7 @@ def train(
     return lines, round(seconds, 1)
 
 
-def environment(group: str, *without_dependencies: str) -> Path:
+def environment(group: str) -> Path:
     """The Python of an environment with a dependency group of pyproject.toml. The first call makes it."""
     folder = ROOT / "experiments" / f".{group}"
     python = folder / "bin" / "python"
@@ -111,8 +163,6 @@ def environment(group: str, *without_dependencies: str) -> Path:
         pip = [python, "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, "--upgrade", "pip"], check=True)  # --group needs pip 25.1
         subprocess.run([*pip, "--group", f"{ROOT / 'pyproject.toml'}:{group}"], check=True)
-        if without_dependencies:
-            subprocess.run([*pip, "--no-deps", *without_dependencies], check=True)
         (folder / "installed").touch()
     return python
 
@@ -129,22 +179,31 @@ def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
     return [round(line[key], digits) for line in metrics if key in line]
 
 
-def run_all(name: str, cells: Iterable[dict], measure: Callable[..., dict], workers: int = 2) -> dict:
-    """Add measure(run_dir, **cell) to results/<name>.json for each cell that is not in it. Returns the results."""
-    results = load(name) if (RESULTS / f"{name}.json").exists() else {"runs": []}
-    missing = [cell for cell in cells if not any(cell.items() <= run.items() for run in results["runs"])]
+def run_all(name: str, cells: list[dict], measure: Callable[..., dict], workers: int = 2) -> None:
+    """Add a row to results/<name>.jsonl for each cell that has none: the cell, its provenance, and what measure gives.
+
+    The rows have the order of the cells; other rows of the file come after them.
+    """
+    rows = load(name) if (RESULTS / f"{name}.jsonl").exists() else []
+
+    def cell_of(row: dict) -> int:
+        return next((i for i, cell in enumerate(cells) if cell.items() <= row.items()), len(cells))
 
     def run(cell: dict) -> dict:
+        made = provenance(cell.get("script"), cell.get("patches", []))
         with tempfile.TemporaryDirectory() as folder:
-            return cell | measure(Path(folder, "run"), **cell)
+            return cell | made | measure(Path(folder, "run"), **cell)
 
+    found = {cell_of(row) for row in rows}
+    missing = [cell for i, cell in enumerate(cells) if i not in found]
     with ThreadPoolExecutor(workers) as pool:
-        for outcome in pool.map(run, missing):
-            results["made"] = made() | {"runs at a time": workers}
-            results["runs"].append(outcome)
-            save(name, results)
-            print(*(value for value in outcome.values() if isinstance(value, str | int | float)), flush=True)
-    return results
+        for cell, row in zip(missing, pool.map(run, missing)):
+            rows.append(row)
+            save(name, sorted(rows, key=cell_of))
+            print(*cell.values(), flush=True)
+
+
+# --- printing ---
 
 
 def group_by(runs: list[dict], *keys: str | Callable) -> dict[tuple, list[dict]]:
@@ -160,13 +219,6 @@ def label(run: dict) -> str:
     """Script, flags and patches of a run, such as `raft.py --num_iterations 160`."""
     command = " ".join([f"{run['script']}.py", *words_of(run["flags"])])
     return ", ".join([f"`{command}`", *(f"`{patch}.patch`" for patch in run.get("patches", []))])
-
-
-def print_patch(name: str) -> None:
-    """Print the changed lines of a patch."""
-    lines = (ROOT / "experiments" / "patches" / f"{name}.patch").read_text().splitlines()
-    changed = [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
-    print("\n```diff\n" + "\n".join(changed) + "\n```\n")
 
 
 def plot_rows(run: dict, *keys: str) -> list[dict]:
@@ -191,13 +243,14 @@ def show(values: list[float], digits: int = 2) -> str:
     return f"{text} ({min(values):.{digits}f}{between}{max(values):.{digits}f})"
 
 
-def table(heads: list[str], rows: Iterable[list[str]]) -> None:
-    """Print a Markdown table between blank lines."""
+def table(heads: list[str], lines: Iterable[list[str]], rows: list[dict]) -> None:
+    """Print a Markdown table, and the provenance of the rows of the results in it."""
     print("\n| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    for line in lines:
+        print("| " + " | ".join(line) + " |")
     print()
+    print_provenance(rows)
 
 
 def print_commands(*commands: list[str]) -> None:

@@ -69,7 +69,7 @@ def name_of(run: dict) -> str:
 def summary() -> None:
     """Print a row for each method: mean, lowest and highest of the seeds."""
     rows = []
-    for (name,), runs in group_by(load("dynamic_sampling")["runs"], name_of).items():
+    for (name,), runs in group_by(load("dynamic_sampling"), name_of).items():
         means = []
         for key in ("rollouts", "equal_groups"):
             means.append(f"{mean([x for run in runs for x in run[key][:30]]):.2f}")
@@ -77,7 +77,11 @@ def summary() -> None:
         cells += [show([accuracy(run, step_at(run, budget)) for run in runs]) for budget in BUDGETS]
         rows.append([name, *means, *cells])
     budgets = [f"{budget:,} tokens" for budget in BUDGETS]
-    table(["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets], rows)
+    table(
+        ["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets],
+        rows,
+        load("dynamic_sampling"),
+    )
 
 
 def main() -> None:

@@ -27,14 +27,14 @@ def measure(run_dir, script: str, beta: float) -> dict:
 
 
 def summary() -> None:
-    """Print a row for each script: the true accuracy and the KL at the end, for each beta."""
-    rows = []
-    for (script,), runs in group_by(load("hacking")["runs"], "script").items():
-        row = [f"`{script}.py`"]
+    """Print a line for each script: the true accuracy and the KL at the end, for each beta."""
+    lines, rows = [], load("hacking")
+    for (script,), runs in group_by(rows, "script").items():
+        line = [f"`{script}.py`"]
         for run in sorted(runs, key=lambda run: run["beta"]):
-            row.append(f"{run['truth'][-1]:.2f} at {mean(run['kl'][-10:]):.1f}")
-        rows.append(row)
-    table(["script", *(f"β = {beta:g}" for beta in BETAS)], sorted(rows))
+            line.append(f"{run['truth'][-1]:.2f} at {mean(run['kl'][-10:]):.1f}")
+        lines.append(line)
+    table(["script", *(f"β = {beta:g}" for beta in BETAS)], sorted(lines), rows)
 
 
 def draw() -> None:
@@ -42,12 +42,12 @@ def draw() -> None:
     import plot
 
     groups = {}
-    for run in load("hacking")["runs"]:
+    for run in load("hacking"):
         if run["script"] == "reinforce_pp":
-            rows = common.plot_rows(run, "score", "kl", "response_length")
+            points = common.plot_rows(run, "score", "kl", "response_length")
             for i, value in enumerate(run["truth"]):
-                rows.append({"iteration": i * EVERY, "eval/score/2-5": value})
-            groups[f"beta {run['beta']:g}"] = [rows]
+                points.append({"iteration": i * EVERY, "eval/score/2-5": value})
+            groups[f"beta {run['beta']:g}"] = [points]
     plot.draw(groups, ROOT / "docs" / "hacking.png")
 
 

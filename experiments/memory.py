@@ -46,22 +46,22 @@ def measure_pass(shape: dict, rows: int, length: int, checkpointing: bool = Fals
     return memory_gib("VmHWM") - before
 
 
-def measure(run_dir, case: str) -> dict:
-    with ProcessPoolExecutor(
-        1, mp_context=get_context("spawn")
-    ) as pool:  # the highest peak is that of a process
+def measure(run_dir, script: str, case: str) -> dict:
+    # In a new process, since the highest peak is that of a process.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return {"gib": pool.submit(measure_pass, **PASSES[case]).result()}
 
 
 def passes() -> None:
     """One forward and backward pass, next to the size of its logits."""
-    gib = {run["case"]: run["gib"] for run in load("memory")["runs"]}
-    rows = []
+    rows = load("memory")
+    gib = {row["case"]: row["gib"] for row in rows}
+    lines = []
     for case, options in PASSES.items():
         logits = 4 * options["rows"] * options["length"] * options["shape"]["vocab_size"] / 2**30
-        rows.append([case, f"{options['shape']['vocab_size']:,}", f"{logits:.2f}", f"{gib[case]:.2f}"])
-    table(["pass", "vocabulary", "logits, GiB", "peak, GiB"], rows)
+        lines.append([case, f"{options['shape']['vocab_size']:,}", f"{logits:.2f}", f"{gib[case]:.2f}"])
+    table(["pass", "vocabulary", "logits, GiB", "peak, GiB"], lines, rows)
 
 
 if __name__ == "__main__":
-    run_all("memory", [{"case": case} for case in PASSES], measure, workers=1)
+    run_all("memory", [{"script": "grpo", "case": case} for case in PASSES], measure, workers=1)

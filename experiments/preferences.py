@@ -33,10 +33,10 @@ def measure(run_dir, script: str, seed: int, flags: dict) -> dict:
 def summary() -> None:
     """Print a row for each method and setting: mean, lowest and highest of the seeds."""
     rows = []
-    for (name,), runs in group_by(load("preferences")["runs"], label).items():
+    for (name,), runs in group_by(load("preferences"), label).items():
         cells = [show([run["accuracy"][group] for run in runs]) for group in GROUPS]
         rows.append([name, *cells, show([run["score"]["2-5"] for run in runs])])
-    table(["", "accuracy on 2-5", "6", "8", "score of the reward model, 2-5"], rows)
+    table(["", "accuracy on 2-5", "6", "8", "score of the reward model, 2-5"], rows, load("preferences"))
 
 
 def main() -> None:

@@ -55,10 +55,14 @@ class Args:
 
 def all_flags(script: str, seed: int, flags: dict) -> dict:
     """The flags of a run. A script whose default is one response per prompt keeps it."""
-    shared = dict(FLAGS)
-    if common.defaults(script)["samples_per_prompt"] == "1":
-        del shared["samples_per_prompt"]
-    return shared | flags | {"seed": seed}
+    all_flags = FLAGS | flags | {"seed": seed}
+    its_flags = common.defaults(script)
+    if its_flags["samples_per_prompt"] == "1":
+        del all_flags["samples_per_prompt"]
+    for name in ("kl_coef", "num_minibatches"):  # the flags of the table that some scripts do not have
+        if name not in its_flags:
+            all_flags.pop(name, None)
+    return all_flags
 
 
 def demo_words(run_dir: str) -> list[str]:
@@ -122,46 +126,51 @@ def demo_output() -> None:
     print("\n```")
     print_run(run)
     print("```\n")
+    common.print_provenance([run])
 
 
 def runs_of(flags: dict) -> list[dict]:
     """The committed runs with exactly these flags, by script."""
-    runs = [run for run in load("real")["runs"] if run["flags"] == flags]
+    runs = [run for run in load("real") if run["flags"] == flags]
     return sorted(runs, key=lambda run: (run["script"], run["seed"]))
 
 
-def print_rows(runs: list[dict], name) -> None:
-    """Print a row for each group of runs with the same name: held-out accuracy after training."""
-    rows = []
+def print_lines(runs: list[dict], name) -> None:
+    """Print a line for each group of runs with the same name: held-out accuracy after training."""
+    lines = []
     for (head,), part in group_by(runs, name).items():
         cells = [show([held_out(run)[group][1] for run in part]) for group in held_out(part[0])]
-        rows.append([head, *cells])
-    table(["script", *held_out(runs[0])], rows)
+        lines.append([head, *cells])
+    table(["script", *held_out(runs[0])], lines, runs)
     before = ", ".join(f"{before:.2f} on {name}" for name, (before, _) in held_out(runs[0]).items())
     print(f"Before training: {before}.\n")
 
 
 def summary() -> None:
-    """Print a row for each script: mean, lowest and highest of the seeds."""
-    print_rows(runs_of(ALL), lambda run: f"`{run['script']}.py`")
+    """Print a line for each script: mean, lowest and highest of the seeds."""
+    print_lines(runs_of(ALL), lambda run: f"`{run['script']}.py`")
 
 
 def plain_questions() -> None:
-    """Print a row for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
-    runs = [run for run in load("real")["runs"] if run["script"] == "rloo" and run["seed"] == 1]
-    rows = {"before": ["before training", "", "", "", ""]}
+    """Print a line for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
+    runs = [run for run in load("real") if run["script"] == "rloo" and run["seed"] == 1]
+    lines = {"before": ["before training", "", "", "", ""]}
     for run in sorted(runs, key=lambda run: run["flags"]["kl_coef"]):
         beta, column = run["flags"]["kl_coef"], 3 if "dtype" in run["flags"] else 1
-        row = rows.setdefault(beta, [f"{beta:g}", "", "", "", ""])
+        line = lines.setdefault(beta, [f"{beta:g}", "", "", "", ""])
         for i, group in enumerate(("3 words", "plain questions")):
-            rows["before"][column + i], row[column + i] = (f"{x:.2f}" for x in held_out(run)[group])
-    table(["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"], rows.values())
+            lines["before"][column + i], line[column + i] = (f"{x:.2f}" for x in held_out(run)[group])
+    table(
+        ["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"],
+        lines.values(),
+        runs,
+    )
 
 
 def lora() -> None:
-    """Print a row for grpo.py, and for each learning rate of grpo_lora.py."""
+    """Print a line for grpo.py, and for each learning rate of grpo_lora.py."""
     rate = lambda run: {"learning_rate": run["flags"].get("learning_rate", FLAGS["learning_rate"])}  # noqa: E731
-    print_rows(load("real_lora")["runs"], lambda run: label(run | {"flags": rate(run)}))
+    print_lines(load("real_lora"), lambda run: label(run | {"flags": rate(run)}))
 
 
 def draw() -> None:

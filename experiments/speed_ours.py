@@ -1,17 +1,14 @@
-"""grpo.py, or a variant of it, with a clock.
+"""grpo.py with a clock. speed.py starts this with its flags as JSON. Prints a JSON line for each iteration."""
 
-speed.py starts this with the script and its flags as JSON. Prints a JSON line for each iteration.
-"""
-
-import importlib
 import json
 import sys
 import time
 
 import common  # adds the folder of the scripts to sys.path
 
-module, flags = importlib.import_module(sys.argv[1]), json.loads(sys.argv[2])
-original_log = module.log
+import grpo
+
+original_log = grpo.log
 last_end = None
 
 
@@ -21,10 +18,10 @@ def timed_log(run_dir, wandb_run, iteration, metrics, *arguments, **options):
     original_log(run_dir, wandb_run, iteration, metrics, *arguments, **options)
     now = time.perf_counter()
     line = {"seconds": last_end and now - last_end, "lengths": metrics["response_length"]}
-    if module.RANK == 0:
+    if grpo.RANK == 0:
         print(json.dumps(line | {"peak_gib": common.memory_gib("VmHWM")}), flush=True)
     last_end = time.perf_counter()
 
 
-module.log = timed_log
-module.main(module.Args(**flags))
+grpo.log = timed_log
+grpo.main(grpo.Args(**json.loads(sys.argv[1])))

@@ -9,7 +9,7 @@ import time
 
 import transformers
 import trl
-from common import memory_gib
+from common import memory_gib, versions
 from datasets import load_dataset
 
 flags = json.loads(sys.argv[1])
@@ -34,7 +34,8 @@ class Clock(transformers.TrainerCallback):
         if "train_runtime" not in logs and state.global_step % steps == 0:
             now = time.perf_counter()
             line = {"seconds": self.last_end and now - self.last_end, "lengths": self.length}
-            print(json.dumps(line | {"peak_gib": memory_gib("VmHWM"), "trl": trl.__version__}), flush=True)
+            line |= {"peak_gib": memory_gib("VmHWM"), "versions": versions("trl")}
+            print(json.dumps(line), flush=True)
             self.last_end = time.perf_counter()
 
 

@@ -6,7 +6,7 @@
 Runs of grpo.py and ppo.py, on one rank and on two, are killed when half of a checkpoint is written, before it is
 renamed, and when half a line of metrics.jsonl or half of model/ is written; those on one rank also at any time. Then
 the same command runs to its end. Metrics (except tokens_per_second), samples, weights and optimizer states must equal
-those of an uninterrupted run to the last bit. Writes experiments/results/soak.json.
+those of an uninterrupted run to the last bit. Writes experiments/results/soak.jsonl.
 """
 
 import io
@@ -154,7 +154,7 @@ def main(repetitions: int = 4) -> None:
         sys.path.insert(0, str(ROOT / "experiments"))
         import common
 
-        common.save("soak", {"made": common.made() | {"kills": kills, "differing": bad}, "runs": runs})
+        common.save("soak", [run | common.provenance() for run in runs])
     sys.exit(1 if bad else 0)
 
 

@@ -1,8 +1,8 @@
 """reinforce_pp_tools.py on its toy: with the calculator, without it, and with its answers in the loss.
 
-    python experiments/variants.py               train and print the table: 3 minutes on two cores
+    python experiments/tool_use.py        train and print the table: 3 minutes on two cores
 
-Writes results/variants.json.
+The last is a copy of the script to which patches/answers_in_loss.patch is applied.
 """
 
 import tyro
@@ -25,19 +25,19 @@ def measure(run_dir, script: str, flags: dict, patches: list, seed: int) -> dict
 
 
 def summary() -> None:
-    """Print a row for each setting: mean, lowest and highest of the seeds."""
-    rows = []
-    for (name,), runs in group_by(load("variants")["runs"], label).items():
+    """Print a line for each setting: mean, lowest and highest of the seeds."""
+    lines, rows = [], load("tool_use")
+    for (name,), runs in group_by(rows, label).items():
         cells = [show([mean(run[key][:3]) for run in runs]) for key in ("score", "calls")]
         cells += [show([mean(list(run["held_out"].values())) for run in runs])]
         cells += [show([mean(run[key][-10:]) for run in runs]) for key in ("score", *LAST)]
-        rows.append([name, *cells])
+        lines.append([name, *cells])
     heads = ["", "sampled, first 3", "calls, first 3", "greedy", "sampled, last 10"]
-    table([*heads, "calls", "KL", "entropy", "gradient norm"], rows)
+    table([*heads, "calls", "KL", "entropy", "gradient norm"], lines, rows)
 
 
 def main() -> None:
-    run_all("variants", CELLS, measure)
+    run_all("tool_use", CELLS, measure)
     summary()
 
 

@@ -1,0 +1,61 @@
+"""experiments/common.py: which edits make a row stale, and flags that a script does not have."""
+
+import common
+import pytest
+import real
+from conftest import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A copy of grpo.py and a patch, where common.py looks for them."""
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "PATCHES", tmp_path)
+    (tmp_path / "grpo.py").write_text((ROOT / "grpo.py").read_text())
+    (tmp_path / "mine.patch").write_text("-a\n+b\n")
+    return tmp_path
+
+
+def edit(path, old, new):
+    source = path.read_text()
+    assert old in source
+    path.write_text(source.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "old, new, is_stale",
+    [
+        ("import torch\n", "import torch\nimport random\n", True),
+        ("import torch\n", "# a comment\n\nimport torch  # another\n", False),
+        ('    """', '    """Other words\n    on two lines. ', False),
+        ('if __name__ == "__main__":', 'x = 1\n\nif __name__ == "__main__":', False),
+    ],
+    ids=["code", "comment", "docstring", "plumbing"],
+)
+def test_an_edit_above_the_plumbing_makes_a_row_stale(folder, capsys, old, new, is_stale):
+    rows = [{"script": "grpo"} | common.provenance("grpo"), {"system": "trl"} | common.provenance()]
+    edit(folder / "grpo.py", old, new)
+    common.print_provenance(rows)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.endswith("Stale, since the script has changed: `grpo.py`.") == is_stale
+
+
+def test_an_edit_of_a_patch_makes_its_rows_stale(folder):
+    row = {"script": "grpo", "patches": ["mine"]} | common.provenance("grpo", ["mine"])
+    assert not common.is_stale(row)
+    edit(folder / "mine.patch", "+b", "+c")
+    assert common.is_stale(row)
+
+
+def test_a_flag_that_the_script_does_not_have_is_an_error():
+    assert (
+        common.flags_of("grpo", {"learning_rate": 1e-5, "track": True})
+        == "--learning_rate 1e-5 --track".split()
+    )
+    with pytest.raises(ValueError, match=r"dr_grpo\.py has no flag --kl_coef, --learning_rat;"):
+        common.flags_of("dr_grpo", {"kl_coef": 0.1, "seed": 1, "learning_rat": 1e-5})
+
+
+@pytest.mark.parametrize("cell", [*real.CELLS, *real.LORA_CELLS], ids=common.label)
+def test_a_script_has_the_flags_that_real_gives_it(cell):
+    common.flags_of(cell["script"], real.all_flags(**cell))
