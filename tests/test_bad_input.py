@@ -47,6 +47,7 @@ def bad(tmp_path_factory):
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
+    (folder / "torn.parquet").write_bytes(b"PAR1, and then nothing of a table")
     (folder / "reward.py").write_text(REWARDS)
 
     for name in ("no_tokenizer", "pickled", "remote"):
@@ -86,6 +87,7 @@ CASES = {
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
     "dataset empty": ("--dataset {bad}/empty.jsonl",),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
+    "parquet torn": ("--dataset {bad}/torn.parquet",),
     "no column prompt": ("--dataset {bad}/no_prompt.jsonl", "`prompt`"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "need a --model with a template"),
