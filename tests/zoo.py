@@ -1,6 +1,7 @@
 """Small random models of many architectures, tokenizers of many kinds, and a script run in this process."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import tokenizers
 import torch
 import transformers
 import tyro
+from conftest import ROOT, launch
 
 WORDS = "<pad> <eos> <bos> <end> <user> <model> 0 1 2 3 4 5 6 7 8 9 + - = ? answer think".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -92,6 +94,18 @@ def refused(capsys, start, *args, **flags) -> str:
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     return said
+
+
+def record(folder: Path, cases: list[dict], ranks: int) -> list[list[dict]]:
+    """Run the cases in one launch of driver.py. For each case, what every rank recorded.
+
+    The run of case i is in folder/seen.run<i>.
+    """
+    (folder / "cases.json").write_text(json.dumps(cases, default=str))
+    result = launch(ROOT / "tests" / "driver.py", folder / "seen", folder / "cases.json", ranks=ranks)
+    assert result.stderr == ""
+    of_ranks = [torch.load(folder / f"seen.{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return [list(seen) for seen in zip(*of_ranks)]
 
 
 def run(script: str, **flags) -> None:
