@@ -10,7 +10,7 @@ import soak
 import torch
 import transformers
 import zoo
-from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
+from conftest import ROOT, read_jsonl, words_of, write_jsonl
 
 import dpo
 import grpo
@@ -25,24 +25,6 @@ ROWS = [
 ]
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
 FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
-IN_FLOAT64 = """
-import sys
-import torch
-import tyro
-sys.path.insert(0, {root!r})
-import {name} as script
-
-def load_float64(*args):
-    model, tokenizer = load(*args)
-    return model.double(), tokenizer
-
-torch.set_default_dtype(torch.float64)
-load, script.load = script.load, load_float64
-script.main(tyro.cli(script.Args, use_underscores=True))
-sys.path.append({root!r} + "/tests")
-import driver
-driver.check_gloo_ended()
-"""
 
 
 def run(script=sft, **flags) -> None:
@@ -52,23 +34,22 @@ def run(script=sft, **flags) -> None:
 
 def one_step(script, folder, **flags) -> tuple[torch.Tensor, list[dict]]:
     """Gradient and metrics of a run in float64, the same for micro-batches of 16, and of 3 on 2 ranks."""
-    (folder / "program.py").write_text(IN_FLOAT64.format(root=str(ROOT), name=script.__name__))
     flags |= {"num_epochs": 1, "batch_size": 16, "max_grad_norm": 1e9, "warmup_iterations": 0}
-    gradients, metrics = [], []
+    recorded = []
     for size, ranks in ((16, 1), (3, 2)):
-        run_dir = folder / str(size)
-        words = words_of(device="cpu", micro_batch_size=size, run_dir=run_dir, **flags)
-        assert launch(folder / "program.py", *words, ranks=ranks).stderr == ""
-        optimizer = torch.load(run_dir / "checkpoint.pt", weights_only=True)["optimizer"]
-        moments = [x["exp_avg"].flatten() for x in optimizer["state"].values()]  # a tenth of the gradient
-        gradients.append(torch.cat(moments) * 10)
-        metrics.append(soak.without_clock(run_dir / "metrics.jsonl"))
-    assert difference(*gradients) < 1e-12
-    for line, other in zip(*metrics, strict=True):
+        case = {"script": script.__name__, "sample": False, "flags": {**flags, "micro_batch_size": size}}
+        out = folder / f"on_{ranks}"
+        out.mkdir()
+        (seen,) = zoo.record(out, [case], ranks)
+        recorded.append(seen[0])
+    whole, parts = recorded
+    (gradient,), (other_gradient,) = whole["gradients"], parts["gradients"]
+    assert difference(other_gradient, gradient) < 1e-12
+    for line, other in zip(whole["metrics"], parts["metrics"], strict=True):
         if script is dpo and "accuracy" in line:  # of margins that are 0, except for rounding
             del line["accuracy"], other["accuracy"]
         assert other == pytest.approx(line, rel=1e-12, abs=1e-12)
-    return gradients[0], metrics[0]
+    return gradient, whole["metrics"]
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
