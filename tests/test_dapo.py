@@ -5,7 +5,7 @@ import itertools
 import pytest
 from conftest import read_jsonl, write_jsonl
 from test_ranks import check_denominators
-from zoo import record, run
+from zoo import record, recorded, run
 
 import dapo
 
@@ -30,11 +30,9 @@ def run_dapo(flags, monkeypatch, tmp_path):
     """Runs dapo.py with more flags; returns the rollouts that compute_advantages gets, and the lines of metrics."""
 
     def run_with(**more):
-        rollouts, original = [], dapo.compute_advantages
-        with monkeypatch.context() as patch:
-            patch.setattr(dapo, "compute_advantages", lambda args, x: rollouts.append(x) or original(args, x))
-            run("dapo", **flags | more, run_dir=tmp_path / "run")
-        return rollouts, read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        calls = recorded(monkeypatch, dapo, "compute_advantages")
+        run("dapo", **flags | more, run_dir=tmp_path / "run")
+        return [rollout for (_, rollout), _ in calls], read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
     return run_with
 

@@ -116,17 +116,12 @@ def test_it_learns_to_stop(tmp_path, start):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
-    seen, micro_batches = [], sft.micro_batches
-
-    def recording(rows, *rest):
-        seen.extend(row["prompt"] for row in rows)
-        return micro_batches(rows, *rest)
-
-    monkeypatch.setattr(sft, "micro_batches", recording)
+    calls = zoo.recorded(monkeypatch, sft, "micro_batches")
     prompts = [f"{i} ?" for i in range(10)]
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": x, "completion": "answer 1"} for x in prompts])
     flags = {"model": start, "dataset": data, "batch_size": 2, "eval_size": 0, "num_epochs": 2}
     run(**flags, shuffle=shuffle, run_dir=tmp_path / "run")
+    seen = [row["prompt"] for (rows, *_), _ in calls for row in rows]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
     if shuffle:

@@ -117,6 +117,19 @@ def record(folder: Path, cases: list[dict], ranks: int) -> list[list[dict]]:
     return [list(seen) for seen in zip(*of_ranks)]
 
 
+def recorded(monkeypatch, module, name: str) -> list:
+    """What a function of a script gets and returns in each call."""
+    calls, function = [], getattr(module, name)
+
+    def stand_in(*args, **options):
+        result = function(*args, **options)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(module, name, stand_in)
+    return calls
+
+
 def run(script: str, **flags) -> None:
     """Run a policy script in this process, small unless the flags say otherwise."""
     module = importlib.import_module(script)
