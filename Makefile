@@ -17,11 +17,10 @@ PAGES = README.md docs/*.md docs/scripts/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
-# make test-long: kill runs and resume them, read broken files, and break the scripts to see a test fail. An hour.
+# make test-long: kill runs and resume them, and break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
 	.venv/bin/python -m pytest -m long
 	.venv/bin/python tests/soak.py
-	.venv/bin/python tests/fuzz.py
 	.venv/bin/python tests/mutants.py
 
 # make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux

@@ -1,10 +1,11 @@
-"""Run scripts' own main on a fixed rollout, or a sampled one, and keep what its optimizer sees.
+"""Run scripts' own main, and keep what their optimizers see. `zoo.record` starts this program.
 
     driver.py OUT CASES.json     one process, or as many as torchrun starts: a file OUT.<rank>.pt for each
 
-CASES.json is a list of {"script": "grpo", "sample": false, "flags": [...]}. All run in one process group. A fixed
-rollout is in float64; its responses follow from the prompt alone and are of uneven length, so that any number of ranks
-sees the same batch. Scores, KL, advantages and denominators are the script's own.
+CASES.json is a list of {"script": "grpo", "sample": false, "flags": {...}}. All run in one process group. With "sample"
+a run is as a user's. Otherwise it is in float64 and its rollout is fixed: the responses follow from the prompt alone
+and are of uneven length, so that any number of ranks sees the same batch. Scores, KL, advantages and denominators are
+the script's own.
 """
 
 import datetime
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import tyro
+from soak import without_clock
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -36,8 +38,13 @@ def fixed_response(ids: list[int], number: int) -> list[int]:
     return [*response[:-1], 1] if (sum(ids) + number) % 2 else response
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or all of it if FSDP keeps a part on each rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def digest(tensors) -> str:
-    return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(whole(x).detach().numpy().tobytes() for x in tensors)).hexdigest()
 
 
 def check_gloo_ended():
@@ -47,33 +54,38 @@ def check_gloo_ended():
 
 
 class Recorder:
-    """Its methods stand in for the functions of a script with the same names, call them, and record:
-
-    prompts     token ids of the prompt of each sampled response
-    responses   token ids of the responses, a list for each rollout
-    scores      of each response, in remax.py with that of the greedy one
-    advantages  of each response, token by token
-    kl_errors   for each rollout the largest difference of its kl and log(pi_old / pi_ref)
-    calls       of policy_loss: step, (responses, tokens, num_sequences, num_tokens), largest |ratio - 1|
-    gradients   a vector for each step of an optimizer
-    """
+    """Its methods stand in for the functions of a script with the same names, call them, and record."""
 
     def __init__(self, script, sample: bool):
-        self.script, self.sample, self.dtype = script, sample, torch.float32 if sample else torch.float64
+        self.script = script
+        self.sample = sample
+        self.dtype = torch.float32 if sample else torch.float64
         names = ("load", "load_critic", "score", "generate", "compute_advantages", "policy_loss")
         self.original = {name: getattr(script, name) for name in names if hasattr(script, name)}
         self.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-        self.prompts, self.responses, self.scores, self.advantages = [], [], [], []
-        self.kl_errors, self.calls, self.gradients = [], [], []
-        self.num_loaded, self.trained = 0, {}  # models; the parameters of those with an optimizer
+        self.models = []  # as they were loaded: policy, reference
+        self.trained = {}  # the parameters of each model with an optimizer
+        self.seen = {
+            "prompts": [],  # token ids of the prompt of each sampled response
+            "responses": [],  # token ids of the responses, a list for each rollout
+            "scores": [],  # of each response, in remax.py with that of the greedy one
+            "advantages": [],  # of each response, token by token
+            "kl_errors": [],  # for each rollout the largest difference of its kl and log(pi_old / pi_ref)
+            "calls": [],  # of policy_loss: step, (responses, tokens, num_sequences, num_tokens), largest |ratio - 1|
+            "unsharded": [],  # in each call, how many weights of the policy are whole on this rank
+            "gradients": [],  # a vector for each step of an optimizer
+            "kept": [],  # for each step, the share of the weights that this rank keeps
+        }
 
-    def load(self, args, auto_class, flag, name, device):
-        """The second model is the reference. With a fixed rollout it is not the policy, so that their KL is not 0."""
-        self.num_loaded += 1
-        if self.num_loaded == 2 and args.kl_coef and not self.sample:
-            name = "toy/base"
-        model, tokenizer = self.original["load"](args, auto_class, flag, name, device)
-        return model.to(self.dtype), tokenizer
+    def load(self, *args):
+        """With a fixed rollout the second model, the reference, is not the policy, so that their KL is not 0."""
+        model, tokenizer = self.original["load"](*args)
+        model = model.to(self.dtype)
+        self.models.append(model)
+        if len(self.models) == 2 and not self.sample:
+            for parameter in model.parameters():
+                parameter.data *= 1.1
+        return model, tokenizer
 
     def load_critic(self, args, tokenizer, device):
         """With another head than zeros, at which values and the decoder's gradient would be 0."""
@@ -91,8 +103,8 @@ class Recorder:
         if not greedy:
             mask = rollout["response_mask"]
             rows = zip(rollout["sequences"][:, -mask.shape[1] :], mask)
-            self.prompts += [ids for ids in prompts for _ in range(samples_per_prompt)]
-            self.responses.append([ids[row_mask].tolist() for ids, row_mask in rows])
+            self.seen["prompts"] += [ids for ids in prompts for _ in range(samples_per_prompt)]
+            self.seen["responses"].append([ids[row_mask].tolist() for ids, row_mask in rows])
         return rollout
 
     def fixed_rollout(self, model, tokenizer, prompts, args, samples_per_prompt, greedy):
@@ -116,30 +128,35 @@ class Recorder:
     def compute_advantages(self, args, rollout):
         result = self.original["compute_advantages"](args, rollout)
         mask = rollout["response_mask"]
-        self.advantages += [row[row_mask].tolist() for row, row_mask in zip(result["advantages"], mask)]
-        columns = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
-        self.scores += zip(*columns)
+        self.seen["advantages"] += [
+            row[row_mask].tolist() for row, row_mask in zip(result["advantages"], mask)
+        ]
+        scores = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
+        self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
-        self.kl_errors.append(float((rollout["kl"] - kl)[mask].abs().max()))
+        self.seen["kl_errors"].append(float((rollout["kl"] - kl)[mask].abs().max()))
         return result
 
     def policy_loss(self, args, batch, logprobs, num_sequences, num_tokens):
         mask = batch["response_mask"]
         deviation = float((logprobs - batch["old_logprobs"])[mask].detach().exp().sub(1).abs().max())
         counts = len(mask), int(mask.sum()), int(num_sequences), int(num_tokens)
-        self.calls.append((len(self.gradients), counts, deviation))
+        self.seen["calls"].append((len(self.seen["gradients"]), counts, deviation))
+        self.seen["unsharded"].append(sum(not isinstance(x, DTensor) for x in self.models[0].parameters()))
         return self.original["policy_loss"](args, batch, logprobs, num_sequences, num_tokens)
 
     def record_gradient(self, parameters, max_norm):
         """Stands in for clip_grad_norm_, which a script calls before each step of an optimizer."""
         parameters = [x for x in parameters if x.grad is not None]
-        self.gradients.append(torch.cat([x.grad.flatten() for x in parameters]))
+        self.seen["gradients"].append(torch.cat([whole(x.grad).flatten() for x in parameters]))
+        parts = [x.to_local() if isinstance(x, DTensor) else x for x in parameters]
+        self.seen["kept"].append(sum(x.numel() for x in parts) / sum(x.numel() for x in parameters))
         self.trained[id(parameters[0])] = parameters
         return self.clip_grad_norm_(parameters, max_norm)
 
-    def run(self, flags: list[str]) -> dict:
+    def run(self, flags: dict) -> dict:
         """Run the script's main. What was recorded, the lines of metrics.jsonl, digests of weights and gradients."""
-        args = tyro.cli(self.script.Args, args=flags, use_underscores=True)
+        args = self.script.Args(**flags)
         with pytest.MonkeyPatch.context() as patch:
             for name in self.original:
                 patch.setattr(self.script, name, getattr(self, name))
@@ -148,9 +165,9 @@ class Recorder:
             patch.setattr(dist, "destroy_process_group", lambda: None)
             torch.set_default_dtype(self.dtype)
             self.script.main(args)
-        seen = {name: value for name, value in vars(self).items() if isinstance(value, list)}
-        seen["metrics"] = [json.loads(line) for line in (Path(args.run_dir) / "metrics.jsonl").open()]
-        return seen | {"digests": [digest(self.gradients), *map(digest, self.trained.values())]}
+        self.seen["metrics"] = without_clock(Path(args.run_dir) / "metrics.jsonl")
+        self.seen["digests"] = [digest(self.seen["gradients"]), *map(digest, self.trained.values())]
+        return self.seen
 
 
 def main(out: str, cases: str) -> None:
@@ -160,14 +177,15 @@ def main(out: str, cases: str) -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = []
     for i, (case, script) in enumerate(zip(cases, scripts)):
-        flags = [*case["flags"], "--run_dir", f"{out}.run{i}", "--device", "cpu"]
-        results.append(Recorder(script, case["sample"]).run(flags))
+        case["flags"].update(run_dir=f"{out}.run{i}", device="cpu")
+        results.append(Recorder(script, case["sample"]).run(case["flags"]))
         if RANK > 0:
             del results[-1]["gradients"]  # the same as rank 0's, to the last bit
     torch.save(results, f"{out}.{RANK}.pt")
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
-    check_gloo_ended()
+    if not any(case["script"] == "grpo_fsdp" for case in cases):  # its device mesh keeps the process group
+        check_gloo_ended()
 
 
 if __name__ == "__main__":

@@ -128,9 +128,11 @@ MUTANTS = {
         ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
         ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
     ],
-    "test_pretend.py -k two_ranks": [
+    "test_device.py": [
         ("device: EOS ids stay on the CPU", "grpo.generate", "tokenizer), device=device)", "tokenizer))"),
         ("device: a collective on the CPU", "grpo.total", "x.sum()", "x.sum().cpu()"),
+        ("device: padded prompts stay on the CPU", "grpo.left_pad", "input_ids.to(device)", "input_ids"),
+        ("device: minibatches stay on the CPU", "grpo.main", ", device=device).chunk", ").chunk"),
     ],
     "test_runs.py": [
         ("resume without optimizer", "grpo.main", '"optimizer": optimizer, ', ""),

@@ -1,70 +1,70 @@
 """Kill training runs at bad moments, start them again, and check that they end as if nothing had happened.
 
-    python tests/soak.py                     16 runs, each killed (SIGKILL) up to three times
-    python tests/soak.py --repetitions 1     4 runs
+    python tests/soak.py
 
-Runs of grpo.py and ppo.py, on one rank and on two, are killed when half of a checkpoint is written, before it is
-renamed, and when half a line of metrics.jsonl or half of model/ is written; those on one rank also at any time. Then
-the same command runs to its end. Metrics (except tokens_per_second), samples, weights and optimizer states must equal
-those of an uninterrupted run to the last bit. Writes experiments/results/soak.jsonl.
+Runs of grpo.py and ppo.py, on one rank and on two, are killed (SIGKILL) four times: when half of a checkpoint is
+written, before it is renamed, and when half a line of metrics.jsonl or half of model/ is written. Then the same command
+runs to its end. Metrics (except those per second), samples, weights and optimizer states must equal those of an
+uninterrupted run to the last bit. Writes experiments/results/soak.jsonl.
 """
 
 import io
-import itertools
 import json
 import os
-import random
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = "--num_iterations 8 --batch_size 16 --max_response_length 12".split()
-FLAGS += "--save_every 2 --eval_every 4 --log_every 1".split()
-MOMENTS = ["torn checkpoint", "before rename", "torn line", "half a model"]
+FLAGS = ["--num_iterations=8", "--batch_size=16", "--max_response_length=12"]
+FLAGS += ["--save_every=2", "--eval_every=4", "--log_every=1"]
+KILLS = ["torn checkpoint:2", "before rename:1", "torn line:3", "half a model:1"]  # see run_and_kill
 
 
 def run_and_kill(kill: str, script: str, *flags: str) -> None:
     """Run a script as the main program. kill is MOMENT:N: rank 0 dies at the N-th moment of this kind."""
     moment, _, number = kill.partition(":")
-    left, save = int(number or 0), torch.save
+    count, save = 0, torch.save
 
     def is_due() -> bool:
-        nonlocal left
-        left -= 1
-        return left == 0
+        nonlocal count
+        count += 1
+        return count == int(number)
 
-    def die(file=None, text: bytes = b""):
-        if file:
-            file.write(text)
-            file.flush()
+    def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def watch(event, args):
-        path = str(args[0]) if event in ("open", "os.rename") else ""
-        if moment == "half a model" and "model.tmp" in path and "tokenizer" in path:
-            die()
+    def write_and_die(file, content: bytes):
+        file.write(content)
+        file.flush()
+        die()
+
+    def watch(event: str, args: tuple):
+        """Python calls it before it opens or renames a file."""
+        if event not in ("open", "os.rename"):
+            return
+        path = str(args[0])
         if moment == "before rename" and event == "os.rename" and "checkpoint" in path and is_due():
             die()
         if moment == "torn line" and path.endswith("metrics.jsonl") and args[1] == "a" and is_due():
-            die(open(path, "ab"), b'{"iteration": 3, "sco')
+            write_and_die(open(path, "ab"), b'{"iteration": 3, "sco')
+        if moment == "half a model" and "model.tmp" in path and "tokenizer" in path and is_due():
+            die()
 
     def save_half(state, file):
         if moment == "torn checkpoint" and is_due():
             buffer = io.BytesIO()
             save(state, buffer)
-            die(file, buffer.getvalue()[: len(buffer.getvalue()) // 2])
+            content = buffer.getvalue()
+            write_and_die(file, content[: len(content) // 2])
         save(state, file)
 
-    if moment and os.environ.get("RANK", "0") == "0":
+    if kill and os.environ.get("RANK", "0") == "0":
         torch.save = save_half
         sys.addaudithook(watch)
     sys.argv = [script, *flags]
@@ -116,50 +116,39 @@ def differences(one: Path, other: Path) -> list[str]:
     return found
 
 
-def soak(rng: random.Random, whole: Path, script: str, ranks: int, run_dir: Path) -> dict:
-    """Kill one run up to three times, let it end, and compare it with the uninterrupted one."""
-    kills = []
-    for _ in range(3):
-        moment = rng.choice(MOMENTS if ranks == 2 else [*MOMENTS, "any time"])
-        if moment == "any time":  # also during imports and at the end
-            process = start(script, ranks, run_dir, *FLAGS)
-            time.sleep(rng.uniform(1.5, 5.0))
-            process.kill()
-        else:
-            process = start(script, ranks, run_dir, *FLAGS, kill=f"{moment}:{rng.choice([1, 2])}")
-        if process.wait() == 0:  # it was faster
-            break
-        kills.append(moment)
-    code = start(script, ranks, run_dir, *FLAGS).wait()
-    wrong = differences(whole, run_dir) if code == 0 else [f"exit code {code}"]
+def soak(script: str, ranks: int, folder: Path) -> dict:
+    """Kill a run four times, let it end, and compare it with an uninterrupted one."""
+    whole, killed = folder / f"{script}_{ranks}", folder / f"{script}_{ranks}_killed"
+    assert start(script, ranks, whole, *FLAGS).wait() == 0
+    for kill in KILLS:
+        assert start(script, ranks, killed, *FLAGS, kill=kill).wait() != 0, f"{kill} did not come"
+    code = start(script, ranks, killed, *FLAGS).wait()
+    wrong = differences(whole, killed) if code == 0 else [f"exit code {code}"]
     if wrong:
-        print(run_dir.with_suffix(".log").read_text()[-3000:])
-    shutil.rmtree(run_dir)
+        print(killed.with_suffix(".log").read_text()[-3000:])
+    kills = [kill.partition(":")[0] for kill in KILLS]
     return {"script": script, "ranks": ranks, "kills": kills, "wrong": wrong}
 
 
-def main(repetitions: int = 4) -> None:
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "experiments"))
+    import common
+
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        for script, ranks in itertools.product(("grpo", "ppo"), (1, 2)):
-            whole = Path(folder, f"{script}_{ranks}")
-            assert start(script, ranks, whole, *FLAGS).wait() == 0
-            for _ in range(repetitions):
-                number = len(runs)
-                runs.append(soak(random.Random(number), whole, script, ranks, Path(folder, str(number))))
+        for script in ("grpo", "ppo"):
+            for ranks in (1, 2):
+                runs.append(soak(script, ranks, Path(folder)))
                 print(json.dumps(runs[-1]), flush=True)
-    kills, bad = sum(len(run["kills"]) for run in runs), sum(bool(run["wrong"]) for run in runs)
-    print(f"{kills} kills in {len(runs)} runs, {bad} runs differ from an uninterrupted one")
-    if repetitions == 4:
-        sys.path.insert(0, str(ROOT / "experiments"))
-        import common
-
-        common.save("soak", [run | common.provenance() for run in runs])
-    sys.exit(1 if bad else 0)
+    kills = sum(len(run["kills"]) for run in runs)
+    differing = sum(bool(run["wrong"]) for run in runs)
+    print(f"{kills} kills in {len(runs)} runs, {differing} runs differ from an uninterrupted one")
+    common.save("soak", [run | common.provenance() for run in runs])
+    sys.exit(1 if differing else 0)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run-and-kill"]:
         run_and_kill(*sys.argv[2:])
     else:
-        tyro.cli(main, description=__doc__)
+        main()

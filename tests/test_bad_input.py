@@ -18,7 +18,6 @@ GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
 DATA = {
     "good": [GOOD] * 16,
     "empty": [],
-    "no_prompt": [{"question": "3 ?", "answer": "3"}] * 16,
     "empty_prompt": [GOOD, GOOD | {"prompt": ""}],
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [{"prompt": "3 ?"}] * 16,
@@ -47,6 +46,7 @@ def bad(tmp_path_factory):
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
+    (folder / "torn.parquet").write_bytes(b"PAR1, and then nothing of a table")
     (folder / "reward.py").write_text(REWARDS)
 
     for name in ("no_tokenizer", "pickled", "remote"):
@@ -86,7 +86,7 @@ CASES = {
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
     "dataset empty": ("--dataset {bad}/empty.jsonl",),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
-    "no column prompt": ("--dataset {bad}/no_prompt.jsonl", "`prompt`"),
+    "parquet torn": ("--dataset {bad}/torn.parquet",),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "need a --model with a template"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "`answer`"),
@@ -102,7 +102,6 @@ CASES = {
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite scores"),
     "reward model a causal LM": ("--reward {toy}/policy", "1 weights missing"),
     "reward model of 3 outputs": ("--reward {bad}/three", "several outputs"),
-    "eval_reward missing": ("--eval_reward no/such-rm",),
 }
 
 
@@ -117,19 +116,12 @@ def test_refused(case, bad, tmp_path, capsys):
     assert not (bad / "code ran").exists()
 
 
-def test_numbers_out_of_range(tmp_path, capsys):
+def test_numbers_out_of_range(capsys):
     wrong = {"batch_size": -1, "kl_coef": -0.5, "learning_rate": math.nan, "reward_clip": math.inf}
-    for name, value in wrong.items():
-        assert f"--{name} {value}: use" in refused(
-            capsys, run, "grpo", run_dir=tmp_path / "run", **{name: value}
-        )
-    assert not (tmp_path / "run").exists()
-
-
-def test_zero_where_it_cannot_work(capsys):
-    names = "samples_per_prompt batch_size micro_batch_size max_response_length num_minibatches update_epochs"
-    for name in f"{names} temperature reward_scale reward_clip max_grad_norm log_every".split():
-        assert f"--{name} 0" in refused(capsys, run, "grpo", **{name: 0})
+    zero = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
+    zero += ["samples_per_prompt", "temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
+    for name, value in [*wrong.items(), *((name, 0) for name in zero)]:
+        assert f"--{name} {value}" in refused(capsys, run, "grpo", **{name: value})
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
@@ -159,22 +151,14 @@ def refused_on_two_ranks(*command) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    "reward, batch_size, words",
-    [
-        ("exact_answer", 12, "--batch_size 12: use a multiple of 16"),
-        ("{bad}/reward.py:nan", 16, "finite scores"),
-    ],
-)
-def test_one_line_for_all_ranks(reward, batch_size, words, bad, tmp_path):
-    """Before and after the ranks are connected."""
-    flags = {"dataset": bad / "good.jsonl", "reward": reward.format(bad=bad), "batch_size": batch_size}
-    assert words in refused_on_two_ranks(ROOT / "grpo.py", *words_of(run_dir=tmp_path / "run", **flags))
-    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+def test_one_line_for_all_ranks(bad, tmp_path):
+    flags = words_of(dataset=bad / "good.jsonl", batch_size=12, run_dir=tmp_path / "run")
+    assert "--batch_size 12: use a multiple of 16" in refused_on_two_ranks(ROOT / "grpo.py", *flags)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_folder_that_not_all_ranks_see(bad, tmp_path):
-    """Rank 0 finds a checkpoint and rank 1 none, as on two machines without a common file system."""
+    """Rank 0 finds a checkpoint and rank 1 none, as on two machines without a common file system. One line for both."""
     (tmp_path / "own_folder.py").write_text(OWN_FOLDER)
     flags = words_of(dataset=bad / "good.jsonl", batch_size=16, num_iterations=1)
     more = ["--device", "cpu", "--max_response_length", 8, "--run_dir", tmp_path / "0"]

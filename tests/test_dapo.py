@@ -1,14 +1,12 @@
 """dapo.py's dynamic sampling: which groups are trained on, what is counted, on one rank and on two."""
 
 import itertools
-import json
 
 import pytest
-import torch
-from conftest import launch, read_jsonl, words_of, write_jsonl
+from conftest import read_jsonl, write_jsonl
 from dynamic_sampling import step_at
-from test_ranks import DRIVER, check_denominators
-from zoo import run
+from test_ranks import check_denominators
+from zoo import record, recorded, run
 
 import dapo
 
@@ -33,11 +31,9 @@ def run_dapo(flags, monkeypatch, tmp_path):
     """Runs dapo.py with more flags; returns the rollouts that compute_advantages gets, and the lines of metrics."""
 
     def run_with(**more):
-        rollouts, original = [], dapo.compute_advantages
-        with monkeypatch.context() as patch:
-            patch.setattr(dapo, "compute_advantages", lambda args, x: rollouts.append(x) or original(args, x))
-            run("dapo", **flags | more, run_dir=tmp_path / "run")
-        return rollouts, read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        calls = recorded(monkeypatch, dapo, "compute_advantages")
+        run("dapo", **flags | more, run_dir=tmp_path / "run")
+        return [rollout for (_, rollout), _ in calls], read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
     return run_with
 
@@ -90,11 +86,8 @@ def test_the_filter_reads_raw_scores(run_dapo):
 
 def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
     """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
-    words = words_of(**flags, num_iterations=3, micro_batch_size=5)
-    case = {"script": "dapo", "sample": True, "flags": words}
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    launch(DRIVER, tmp_path / "seen", tmp_path / "cases.json", ranks=2)
-    pair = [torch.load(tmp_path / f"seen.{rank}.pt", weights_only=True)[0] for rank in (0, 1)]
+    case = {"script": "dapo", "sample": True, "flags": {**flags, "num_iterations": 3, "micro_batch_size": 5}}
+    (pair,) = record(tmp_path, [case], ranks=2)
     rollouts = [len(seen["responses"]) for seen in pair]
     assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
     assert pair[0]["digests"] == pair[1]["digests"]

@@ -9,9 +9,9 @@ import torch
 import transformers
 import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
+from test_rewards import scores
 from test_sft import difference, one_step
 
-import grpo
 import reward_model as rm
 
 TOY = ROOT / "toy"
@@ -141,10 +141,9 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
     assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
     with torch.no_grad():
         learned = rm.score(model, ids).tolist()
-        reward = grpo.load_reward(grpo.Args(), "reward", str(folder), torch.device("cpu"))
-        prompts, responses = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
-        read = reward.function(prompts=prompts, completions=responses, truncated=[False] * 3)
-    assert read == pytest.approx(learned, abs=1e-5)
+    responses = [row["chosen"] for row in rows]
+    read = scores(folder, rows=rows, texts=responses, ended=[True] * 3)
+    assert read.tolist() == pytest.approx(learned, abs=1e-5)
     if rows is CHATS:
         whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
         for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):

@@ -8,7 +8,7 @@ import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from zoo import make_model, make_tokenizer, run, save
+from zoo import make_model, make_tokenizer, recorded, run, save
 
 import grpo
 import ppo
@@ -21,17 +21,18 @@ ENDED = [True, False, True]
 ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
 
 
-def scores(reward: str, tokenizer=None, rows=ROWS, **flags):
-    """The scores of RESPONSES, from a rollout as generate makes it, with prompts of one token."""
-    tokenizer, responses = tokenizer or make_tokenizer(), []
-    for text, end in zip(RESPONSES, ENDED):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [1] * end
+def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED, **flags):
+    """The scores of responses, from a rollout as generate makes it, with prompts of one token."""
+    tokenizer = tokenizer or make_tokenizer()
+    responses = []
+    for text, has_eos in zip(texts, ended):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [1] * has_eos
         responses.append(torch.tensor(ids))
     masks = [torch.ones_like(ids, dtype=torch.bool) for ids in responses]
     rollout = {
         "sequences": pad(pad_sequence(responses, batch_first=True), (1, 0)),
         "response_mask": pad_sequence(masks, batch_first=True),
-        "truncated": ~torch.tensor(ENDED),
+        "truncated": ~torch.tensor(ended),
     }
     loaded = grpo.load_reward(grpo.Args(**flags), "reward", str(reward), CPU)
     return grpo.score(loaded, tokenizer, rows, rollout)
@@ -182,19 +183,6 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
         critic = ppo.load_critic(ppo.Args(reward=str(name)), tokenizer, CPU).state_dict()
         assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
-
-
-def recorded(monkeypatch, module, name: str) -> list:
-    """What a function of a script gets and returns in each call."""
-    calls, function = [], getattr(module, name)
-
-    def stand_in(*args, **options):
-        result = function(*args, **options)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(module, name, stand_in)
-    return calls
 
 
 def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp_path, monkeypatch):

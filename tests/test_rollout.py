@@ -127,23 +127,18 @@ def test_a_prompt_is_read_once_and_finished_rows_leave_the_batch():
     assert len(read) == response_mask.any(0).sum() and read[-1][0] < 12 < read[1][0]
 
 
-@pytest.mark.parametrize("size", [1, 4, 100])
-def test_micro_batches_hold_each_row_once_and_cut_only_padding(size):
+def test_micro_batches_cut_padding_and_group_similar_lengths():
+    """test_ranks.py shows that they change no gradient."""
     model = make_model("llama")
     model.generation_config.eos_token_id = STOP_IDS
-    rollout = generate(model, samples=2, max_response_length=14) | {"scores": torch.arange(14.0)}
-    seen, cells = [], 0
-    for rows, batch in grpo.micro_batches(rollout, torch.arange(1, 14), size):
+    rollout = generate(model, samples=2, max_response_length=14)
+    seen = []
+    for rows, batch in grpo.micro_batches(rollout, torch.arange(1, 14), 4):
+        assert len(rows) <= 4 and batch["attention_mask"].any(0).all()  # no column of padding
         seen += rows.tolist()
-        assert len(rows) <= size and batch["scores"].tolist() == rows.tolist()
-        for name in ("response_mask", "attention_mask"):
-            assert batch[name].sum() == rollout[name][rows].sum()
-        assert batch["attention_mask"].any(0).all()  # no column of padding
-        cells += batch["sequences"].numel()
     assert sorted(seen) == list(range(1, 14))
     lengths = rollout["response_mask"].sum(1)[seen].tolist()
-    assert lengths == sorted(lengths)  # rows of similar length go together
-    assert size > 13 or cells < rollout["sequences"][1:].numel()
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
 
 
 def test_the_critic_knows_positions_without_padding():
@@ -158,11 +153,11 @@ def test_the_critic_knows_positions_without_padding():
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_under_autocast_has_a_bfloat16_cache_and_float32_log_probs(model, tmp_path, monkeypatch):
-    caches, Cache = [], grpo.BFloat16Cache
-    monkeypatch.setattr(grpo, "BFloat16Cache", lambda **k: caches.append(Cache(**k)) or caches[-1])
-    half = loaded(model, tmp_path, dtype="bfloat16")
+def test_bfloat16_under_autocast_has_a_bfloat16_cache_and_float32_log_probs(model, tmp_path):
+    half, caches = loaded(model, tmp_path, dtype="bfloat16"), []
     assert {x.dtype for x in half.parameters()} == {torch.float32}
+    hook = lambda _, __, inputs: caches.append(inputs.get("past_key_values"))  # noqa: E731
+    half.register_forward_pre_hook(hook, with_kwargs=True)
     rollout = generate(half, samples=4, max_response_length=8, dtype="bfloat16")
     layers = [layer for layer in caches[0].layers if getattr(layer, "keys", None) is not None]
     cached = [x for layer in layers for x in (layer.keys, layer.values)]

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, read_jsonl, words_of
+from conftest import ROOT, launch, words_of
+from soak import without_clock
 from zoo import WORDS, make_model, make_tokenizer, run, save
 
 import grpo
@@ -85,9 +86,8 @@ def test_a_rollout_has_the_shapes_and_masks_of_grpo(models):
     torch.manual_seed(3)
     ours = script.generate(engine, policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
     theirs = grpo.generate(policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
-    assert {name: (x.shape, x.dtype) for name, x in ours.items()} == {
-        name: (x.shape, x.dtype) for name, x in theirs.items()
-    }
+    assert ours.keys() == theirs.keys()
+    assert all(x.shape == theirs[name].shape and x.dtype == theirs[name].dtype for name, x in ours.items())
     T = ARGS.max_response_length
     assert torch.equal(ours["sequences"][:, :-T], theirs["sequences"][:, :-T])
     mask = ours["response_mask"]
@@ -158,17 +158,11 @@ def toy(tmp_path_factory):
     return folder
 
 
-def metrics_of(run_dir):
-    """The lines of metrics.jsonl, without the time."""
-    lines = read_jsonl(run_dir / "metrics.jsonl")
-    return [{name: x for name, x in line.items() if name != "tokens_per_second"} for line in lines]
-
-
 def test_it_learns_the_toy(toy, tmp_path):
     """And before the first update, the log-probs are the reference's: the KL is 0."""
     flags = {"batch_size": 128, "max_response_length": 40, "num_iterations": 30, "kv_cache_gib": 0.1}
     run("grpo_vllm", **flags, model=toy, run_dir=tmp_path / "run")
-    metrics = metrics_of(tmp_path / "run")
+    metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
     scores = [line["score"] for line in metrics]
     print("scores", scores[:3], scores[-3:], "kl", metrics[0]["kl"])
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.7
@@ -180,35 +174,24 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(toy, tmp_path):
     flags = {"model": toy, "save_every": 1, "eval_every": 2, "log_every": 1, "kv_cache_gib": 0.1}
     run("grpo_vllm", **flags, num_iterations=4, run_dir=tmp_path / "whole")
     run("grpo_vllm", **flags, num_iterations=2, run_dir=tmp_path / "resumed")
-    flags |= {
-        "num_iterations": 4,
-        "kv_cache_gib": 0.2,
-        "run_dir": tmp_path / "resumed",
-    }  # another cache is allowed
-    command = ["grpo_vllm.py", *words_of(**flags)]
+    flags |= {"num_iterations": 4, "kv_cache_gib": 0.2, "run_dir": tmp_path / "resumed"}  # another cache
     small = words_of(batch_size=16, max_response_length=8, device="cpu")
-    launch(*command, *small, cwd=ROOT)  # in another process
+    launch("grpo_vllm.py", *words_of(**flags), *small, cwd=ROOT)  # in another process
     one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
     assert all(torch.equal(x, other["policy"][name]) for name, x in one["policy"].items())
-    metrics = metrics_of(tmp_path / "resumed")
+    metrics = without_clock(tmp_path / "resumed" / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [0, 1, 2, 2, 3, 4, 4]  # an evaluation at 0, 2 and 4
-    assert metrics_of(tmp_path / "whole") == metrics
+    assert without_clock(tmp_path / "whole" / "metrics.jsonl") == metrics
     texts = [(tmp_path / x / "samples.jsonl").read_text() for x in ("whole", "resumed")]
     assert texts[0] == texts[1]
 
 
 def test_two_ranks(toy, tmp_path):
     """Each has an engine, whose log-probs are the reference's, and which does not complain at the end."""
-    flags = {
-        "batch_size": 16,
-        "max_response_length": 20,
-        "num_iterations": 2,
-        "eval_every": 0,
-        "log_every": 1,
-    }
+    flags = {"batch_size": 16, "max_response_length": 20, "num_iterations": 2, "eval_every": 0}
     flags |= {"model": toy, "kv_cache_gib": 0.1, "device": "cpu", "run_dir": tmp_path / "run"}
     assert "Traceback" not in launch("grpo_vllm.py", *words_of(**flags), ranks=2, cwd=ROOT).stderr
-    metrics = metrics_of(tmp_path / "run")
+    metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
     assert len(metrics) == 2 and abs(metrics[0]["kl"]) < 1e-5 < abs(metrics[1]["kl"])
 
 

@@ -1,6 +1,7 @@
 """Small random models of many architectures, tokenizers of many kinds, and a script run in this process."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -8,32 +9,36 @@ import tokenizers
 import torch
 import transformers
 import tyro
+from conftest import ROOT, launch
 
 WORDS = "<pad> <eos> <bos> <end> <user> <model> 0 1 2 3 4 5 6 7 8 9 + - = ? answer think".split()
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-WINDOW = {"sliding_window": 4}  # shorter than prompts and responses
-UNTIED = {"tie_word_embeddings": False}  # tied random weights repeat one token for ever
-GEMMA = GROUPED | WINDOW | UNTIED | {"query_pre_attn_scalar": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
-MAMBA |= {"mamba_chunk_size": 8, "mamba_d_ssm": 64}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-CONV = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+# The class of the config, and what it has besides the sizes in make_model. Windows are shorter than prompts.
 ARCHITECTURES = {
-    "llama": ("Llama", SIZES),
-    "qwen2": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0}),
-    "gemma3": ("Gemma3Text", GEMMA | {"sliding_window_pattern": 2}),
-    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "qwen3_moe": ("Qwen3Moe", GROUPED | EXPERTS),
-    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4} | UNTIED),
-    "mistral": ("Mistral", GROUPED | WINDOW),
-    "lfm2": ("Lfm2", SIZES | CONV),
-    "falcon_h1": ("FalconH1", GROUPED | MAMBA),
-    "qwen3_next": ("Qwen3Next", GROUPED | EXPERTS | LINEAR),
+    "llama": ("Llama", dict(num_key_value_heads=4)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "gemma2": ("Gemma2", dict(sliding_window=4, query_pre_attn_scalar=8, final_logit_softcapping=3.0)),
+    "gemma3": ("Gemma3Text", dict(sliding_window=4, query_pre_attn_scalar=8, sliding_window_pattern=2)),
+    "gpt2": ("GPT2", {}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "bloom": ("Bloom", {}),
+    "mistral": ("Mistral", dict(sliding_window=4)),
+    "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"])),
+    "falcon_h1": (
+        "FalconH1",
+        dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_chunk_size=8),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            **EXPERTS,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+    ),
 }
 
 
@@ -41,8 +46,11 @@ def make_model(name: str, vocab_size: int = len(WORDS), seed: int = 0):
     """In eval mode, with weights large enough that its distributions are far from uniform; <eos> is 1."""
     torch.manual_seed(seed)
     family, options = ARCHITECTURES[name]
-    ids = {"vocab_size": vocab_size, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**ids, **options)
+    common = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    common.update(num_key_value_heads=2, head_dim=8, vocab_size=vocab_size)
+    common.update(eos_token_id=1, bos_token_id=2, pad_token_id=None)
+    common.update(tie_word_embeddings=False)  # tied random weights repeat one token for ever
+    config = getattr(transformers, f"{family}Config")(**{**common, **options})
     config.initializer_range = 0.3
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # norms and biases start as 1 and 0, at which a wrong one would not show
@@ -67,18 +75,21 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
     if bos:
         template = tokenizers.processors.TemplateProcessing
         core.post_processor = template("<bos> $A", special_tokens=[("<bos>", 2)])
-    special = {"eos_token": "<eos>", "bos_token": "<bos>"} | ({"pad_token": pad} if pad else {})
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", pad_token=pad
+    )
     tokenizer.chat_template = CHAT if chat else None
     return tokenizer
 
 
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
     """As on the hub: the generation config has several EOS ids, and settings of sampling to be ignored."""
-    options = {"do_sample": True, "top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
-    options |= {"eos_token_id": stop_ids or 1, "pad_token_id": 0}
     if model.can_generate():
-        model.generation_config = transformers.GenerationConfig(**options)
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=True, top_k=2, top_p=0.5, temperature=0.2, repetition_penalty=1.5
+        )
+        model.generation_config.eos_token_id = stop_ids or 1
+        model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -92,6 +103,31 @@ def refused(capsys, start, *args, **flags) -> str:
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     return said
+
+
+def record(folder: Path, cases: list[dict], ranks: int) -> list[list[dict]]:
+    """Run the cases in one launch of driver.py. For each case, what every rank recorded.
+
+    The run of case i is in folder/seen.run<i>.
+    """
+    (folder / "cases.json").write_text(json.dumps(cases, default=str))
+    result = launch(ROOT / "tests" / "driver.py", folder / "seen", folder / "cases.json", ranks=ranks)
+    assert result.stderr == ""
+    of_ranks = [torch.load(folder / f"seen.{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return [list(seen) for seen in zip(*of_ranks)]
+
+
+def recorded(monkeypatch, module, name: str) -> list:
+    """What a function of a script gets and returns in each call."""
+    calls, function = [], getattr(module, name)
+
+    def stand_in(*args, **options):
+        result = function(*args, **options)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(module, name, stand_in)
+    return calls
 
 
 def run(script: str, **flags) -> None:

@@ -1,0 +1,98 @@
+"""On a GPU, each tensor of the training must be there. These tests notice one on the wrong device without a GPU.
+
+All tensors are in the CPU's memory. One that is made without `device=`, or by .cpu(), is marked as the host's, and so
+is what is computed from it. `.to(device)` gives one without the mark. As CUDA and NCCL do, the tests refuse an
+operation on tensors of both kinds, unless it copies or the host's is a number or an index, and a collective on the
+host's.
+"""
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, read_jsonl, write_jsonl
+from torch.overrides import TorchFunctionMode
+
+
+def is_on_host(x) -> bool:
+    return getattr(x, "is_on_host", False)
+
+
+def tensors_in(x) -> list[torch.Tensor]:
+    """The tensors in an argument or result, which may be a list."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, list | tuple):
+        return [tensor for part in x for tensor in tensors_in(part)]
+    return []
+
+
+class Devices(TorchFunctionMode):
+    """torch calls it instead of each of its functions."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = tensors_in([*args, *kwargs.values()])
+        on_host = [x for x in inputs if is_on_host(x)]
+        on_device = [x for x in inputs if not is_on_host(x)]
+        is_index = function is torch.Tensor.__getitem__ and not is_on_host(args[0])
+        may_mix = function is torch.Tensor.copy_ or is_index or all(x.dim() == 0 for x in on_host)
+        if on_host and on_device and not may_mix:
+            raise RuntimeError(f"{function.__name__} gets tensors of the device and of the host")
+
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.to and any(
+            isinstance(x, torch.device) for x in [*args, *kwargs.values()]
+        ):
+            return result.clone() if on_host else result  # without the mark
+        if function is torch.Tensor.cpu or not (on_device or kwargs.get("device")):
+            for x in tensors_in(result):
+                x.is_on_host = True
+        return result
+
+
+def all_reduce(x):
+    """Stands in for torch's, on one rank."""
+    if is_on_host(x):
+        raise RuntimeError("a collective gets a tensor of the host")
+
+
+POLICY = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
+STAGE = {"batch_size": 8, "lr_schedule": "constant_with_warmup"}
+CASES = {
+    "grpo": {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5},
+    "grpo bfloat16": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "ppo": {},
+    "remax": {"reward": "toy/reward_model", "eval_reward": "exact_answer"},
+    "dapo": {"max_rollouts": 2},
+    "distill": {},
+    "grpo_lora": {},
+    "reinforce_pp_tools": {},
+    "reward_model": {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"},
+    "sft": {"dataset": "demonstrations.jsonl", "eval_size": 8},
+    "dpo": {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_and_its_resume_have_all_tensors_on_the_device(case, tmp_path, monkeypatch):
+    """It evaluates, stops half-way and resumes. all_sum runs as on several ranks."""
+    script = importlib.import_module(case.split()[0])
+    is_stage = script.__name__ in ("sft", "reward_model", "dpo")
+    flags = (STAGE if is_stage else POLICY) | CASES[case]
+    for flag in ("dataset", "eval_dataset"):
+        if flag in flags:
+            rows = read_jsonl(ROOT / "toy" / flags[flag])[:16]
+            flags[flag] = str(write_jsonl(tmp_path / flags[flag], rows))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for length in (1, 2):
+        flags["num_epochs" if is_stage else "num_iterations"] = length
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with Devices():
+                script.main(script.Args(**flags, device="cpu", run_dir=str(tmp_path / "run")))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    assert (tmp_path / "run" / "model").exists()
