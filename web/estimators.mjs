@@ -275,23 +275,23 @@ const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, te
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
-    "A8 and B1 are long. In grpo.py, gspo.py and sapo.py, a token of theirs gets 1/3 of the push of a token of a short " +
-      "answer: a short right answer gains most per token, a long wrong one loses least. In dr_grpo.py and most others, " +
-      "the push of a token does not depend on the length.",
+    "A8 and B1 are long. In grpo.py, gspo.py and sapo.py, a token of theirs gets 1/3 of the push of a token of a " +
+      "short answer: a short right answer gains most per token, a long wrong one loses least. In dr_grpo.py and most " +
+      "others, the push of a token does not depend on the length.",
     prompt("4x1_8,3x0_8,0_24", 1),
     prompt("1_24,3x1_8,4x0_8", 0),
   ),
   success: preset(
     "One success in eight",
-    "Only A1 is right. grpo.py and most others push it up 7 times as hard as each other answer to prompt A down, and " +
+    "Only A1 is right. grpo.py and most others push it up 7 times as hard as they push each of A2 to A8 down, and " +
       "give prompt B no push. remax.py pushes A1 alone: the others have the reward of the greedy answer.",
     prompt("1_8,7x0_8", 0),
     prompt("8x0_8", 0),
   ),
   equal: preset(
     "All rewards equal",
-    "Where all answers to a prompt have the same reward, most scripts give no push. reinforce.py, reinforce_pp.py and " +
-      "ppo.py compare the two prompts, and push A up and B down. raft.py imitates A1 and B1.",
+    "Where all answers to a prompt have the same reward, most scripts give no push. reinforce.py, reinforce_pp.py " +
+      "and ppo.py compare the two prompts, and push A up and B down. raft.py imitates A1 and B1.",
     prompt("8x1_8", 1),
     prompt("8x0_8", 0),
   ),

@@ -122,13 +122,10 @@ def write_pages(matrix: str) -> None:
                 text = link_playground(text, path.stem)
             target.write_text(relink(COG.sub("", text), path, todo))
         else:
-            language = (
-                "python" if path.suffix == ".py" else "text"
-            )  # colours make a page of data ten times as large
+            language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
+            code = f"~~~~~{language}\n{path.read_text()}~~~~~\n"
             head = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"
-            target.write_text(
-                f"{head}# {path.relative_to(ROOT)}\n\n~~~~~{language}\n{path.read_text()}~~~~~\n"
-            )
+            target.write_text(f"{head}# {path.relative_to(ROOT)}\n\n{code}")
 
 
 def write_compare_and_playground(names: list[str], matrix: str) -> None:
