@@ -271,7 +271,7 @@ export const parseResponses = (text) =>
 const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
 const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
 
-// Each says what to look at. tests/web/test_playground.py checks that it is true.
+// Each says what to look at. tests/web/test_playground.py checks the numbers that it names.
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
