@@ -43,7 +43,7 @@ test-real: .venv/scripts .venv/group-test .venv/group-test-real
 docs: .venv/group-docs web/node_modules
 	.venv/bin/python web/make_site.py
 
-test-docs: docs .venv/group-web
+test-docs: docs .venv/group-web .venv/scripts
 	.venv/bin/python -m pytest -m web tests/web
 
 # make new NAME=mine: copy grpo.py to mine.py. make test then lists what an algorithm needs besides.

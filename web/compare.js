@@ -124,28 +124,33 @@ function move(step) {
   label();
 }
 
-/** What the address says: two scripts, or all pairs. */
+/** What the address says: two scripts, or else all pairs. */
 function show() {
-  const wanted = decodeURIComponent(location.hash.slice(1));
+  const wanted = location.hash.slice(1);
   const known = Object.hasOwn(HUNKS, wanted);
-  const names = known ? wanted.split("..") : ["", ""];
+  const [a, b] = known ? wanted.split("..") : ["", ""];
   document.body.classList.toggle("two", known);
+  document.title = known ? wanted : "Compare two scripts";
   $("pairs").hidden = known;
   $("comparison").hidden = !known;
   $("unknown").textContent = known || !wanted ? "" : `There are no two scripts "${wanted}".`;
-  document.title = known ? wanted : "Compare two scripts";
-  ["a", "b"].forEach((side, i) => {
-    $(side).value = names[i];
-    if (!known) return;
-    const { title, link, equations } = SCRIPTS[names[i]];
-    const head = `<h2><a href="${link}">${names[i]}.py</a></h2><p>${title}</p>`;
-    $(`formulas-${side}`).innerHTML = head + equations;
-  });
-  if (!known) return;
+  $("a").value = a;
+  $("b").value = b;
+  if (!known) {
+    if (wanted) history.replaceState(null, "", "#"); // the theme's script fails where an escape is broken
+    return;
+  }
   const lines = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
   $("count").textContent = `${lines} lines differ`;
-  draw(...names);
+  $("formulas-a").innerHTML = summary(a);
+  $("formulas-b").innerHTML = summary(b);
+  draw(a, b);
   scrollTo(0, 0);
+}
+
+function summary(name) {
+  const { title, link, equations } = SCRIPTS[name];
+  return `<h2><a href="${link}">${name}.py</a></h2><p>${title}</p>${equations}`;
 }
 
 const chosen = () => [$("a").value, $("b").value];

@@ -1,5 +1,5 @@
-// The estimators of the policy scripts in JavaScript, for the page Playground. One function per script, with the
-// script's default flags. tests/web/test_playground.py compares them with the scripts.
+// Estimators of policy scripts in JavaScript, for the page Playground. One function per script, with the script's
+// default flags; a script without one has no card there. tests/web/test_playground.py compares them with the scripts.
 //
 // A batch is {k, maxLength, responses}: k responses to each prompt, those of the first prompt first, and one optimizer
 // step for all of them. A response is {reward, greedy, logRatios, old, ref, teacher, values}:
@@ -256,11 +256,12 @@ export const parseResponses = (text) =>
   text
     .split(",")
     .flatMap((part) => {
-      const [, copies = "1", rest] = part.match(/^(?:(\d+)x)?(.*)$/);
-      const [reward, ...runs] = rest.split("_");
+      const copies = part.match(/^(\d+)x/)?.[1] ?? "1";
+      const [reward, ...runs] = part.replace(/^\d+x/, "").split("_");
       const logRatios = runs.flatMap((run) => {
         const [count, logRatio = "0"] = run.split("*");
-        return Array(Math.min(Math.trunc(Number(count)) || 0, MAX_LENGTH + 1)).fill(Number(logRatio));
+        const tokens = clamp(Math.trunc(Number(count)) || 0, 0, MAX_LENGTH + 1);
+        return Array(tokens).fill(Number(logRatio));
       });
       const response = () => ({ reward: reward ? Number(reward) : NaN, logRatios: [...logRatios] });
       return Array.from({ length: Math.min(Number(copies), 9) }, response);
@@ -268,24 +269,58 @@ export const parseResponses = (text) =>
     .slice(0, 9);
 
 const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
-const preset = (title, ask, ...prompts) => ({ title, ask, group: { prompts, teacher: 0.8 } });
+const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
 
-// Each with what the sentences are about.
+// Each says what to look at. tests/web/test_playground.py checks the numbers that it names.
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
-    "length",
+    "A8 and B1 are long. In grpo.py, gspo.py and sapo.py, a token of theirs gets 1/3 of the push of a token of a " +
+      "short answer: a short right answer gains most per token, a long wrong one loses least. In dr_grpo.py and most " +
+      "others, the push of a token does not depend on the length.",
     prompt("4x1_8,3x0_8,0_24", 1),
     prompt("1_24,3x1_8,4x0_8", 0),
   ),
-  success: preset("One success in eight", "responses", prompt("1_8,7x0_8", 0), prompt("8x0_8", 0)),
-  equal: preset("All rewards equal", "prompts", prompt("8x1_8", 1), prompt("8x0_8", 0)),
-  outlier: preset("An outlier reward", "responses", prompt("10_8,3x1_8,4x0_8", 0), prompt("4x1_8,4x0_8", 0)),
-  signs: preset("Rewards −1 and 1", "scale", prompt("5x1_8,3x-1_8", 1), prompt("3x1_8,5x-1_8", -1)),
-  prompts: preset("An easy and a hard prompt", "prompts", prompt("6x1_8,2x0_8", 1), prompt("1_8,7x0_8", 0)),
+  success: preset(
+    "One success in eight",
+    "Only A1 is right. grpo.py and most others push it up 7 times as hard as they push each of A2 to A8 down, and " +
+      "give prompt B no push. remax.py pushes A1 alone: the others have the reward of the greedy answer.",
+    prompt("1_8,7x0_8", 0),
+    prompt("8x0_8", 0),
+  ),
+  equal: preset(
+    "All rewards equal",
+    "Where all answers to a prompt have the same reward, most scripts give no push. reinforce.py, reinforce_pp.py " +
+      "and ppo.py compare the two prompts, and push A up and B down. raft.py imitates A1 and B1.",
+    prompt("8x1_8", 1),
+    prompt("8x0_8", 0),
+  ),
+  outlier: preset(
+    "An outlier reward",
+    "The reward 10 of A1 raises the mean, so that grpo.py, rloo.py and most others push the right answers A2, A3 and " +
+      "A4 down. remax.py pushes them up: its baseline is the reward of the greedy answer.",
+    prompt("10_8,3x1_8,4x0_8", 0),
+    prompt("4x1_8,4x0_8", 0),
+  ),
+  signs: preset(
+    "Rewards −1 and 1",
+    "With rewards 0 and 1, grpo.py and reinforce_pp.py would push the same: they divide by a standard deviation. " +
+      "rloo.py and dr_grpo.py would push half as hard. maxrl.py divides by the mean reward, which is negative for " +
+      "prompt B, and so pushes the right answers B1, B2 and B3 down.",
+    prompt("5x1_8,3x-1_8", 1),
+    prompt("3x1_8,5x-1_8", -1),
+  ),
+  prompts: preset(
+    "An easy and a hard prompt",
+    "Six answers to prompt A are right, and one to prompt B. maxrl.py pushes B 3.5 times as hard as A, all answers " +
+      "together. grpo.py pushes B less hard than A, and rloo.py and reinforce_pp_baseline.py even less.",
+    prompt("6x1_8,2x0_8", 1),
+    prompt("1_8,7x0_8", 0),
+  ),
   moved: preset(
     "The policy has moved",
-    "ratios",
+    "The clip stops tokens that have already moved far in the wanted direction: 11 in grpo.py, 7 in dppo.py. gspo.py " +
+      "stops 10 whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios change nothing.",
     prompt("1_4*0.1_4,1_8*0.15,1_2*0.3_6,1_8*-0.1,2x0_8*-0.1,0_3*-0.4_5,0_8*0.2", 1),
     prompt("1_2*0.5_6*0.1,1_8,2x0_8*-0.15,0_2*0.4_6,0_4*-0.3_4,2x0_8", 0),
   ),

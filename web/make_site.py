@@ -16,13 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
-LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
-MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-HUNK = re.compile(r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", re.MULTILINE)  # of diff: 3,4c5
-EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re.DOTALL)
-PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")
+FIRST = ["learn", "exact", "bugs", "toy", "estimators"]  # of the guide; the other pages of docs/ follow
+
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
-GUIDE = "toy real hacking estimators questions metrics recipes scaling speed reliability".split()
+PLAYGROUND = re.compile(r"In the Playground \(`make docs`\), preset\s+`(\w+)`")  # in the page of a script
+HUNK = re.compile(r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", re.MULTILINE)  # of diff: 3,4c5
+# In HTML: TeX that is to be rendered, and what stands under the heading Equations.
+MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re.DOTALL)
 
 
 def script_names() -> list[str]:
@@ -30,70 +32,30 @@ def script_names() -> list[str]:
     return re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
+def guide_pages() -> list[str]:
+    names = sorted(path.stem for path in ROOT.glob("docs/*.md"))
+    return [name for name in FIRST if name in names] + [name for name in names if name not in FIRST]
+
+
 def hunks(a: str, b: str) -> list[list[int]]:
     """What `diff a.py b.py` reports, as [first, end) of the lines of a and of b, counted from 0."""
     command = ["diff", f"{a}.py", f"{b}.py"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = []
-    for a0, a1, kind, b0, b1 in HUNK.findall(output):
-        a0, a1, b0, b1 = int(a0), int(a1 or a0), int(b0), int(b1 or b0)
-        found.append([a0 - (kind != "a"), a1, b0 - (kind != "d"), b1])
+    for a_first, a_last, kind, b_first, b_last in HUNK.findall(output):
+        a_end, b_end = int(a_last or a_first), int(b_last or b_first)
+        # 5a6 adds behind line 5 of a, and has no line of a. 5d6 has no line of b.
+        a_start = a_end if kind == "a" else int(a_first) - 1
+        b_start = b_end if kind == "d" else int(b_first) - 1
+        found.append([a_start, a_end, b_start, b_end])
     return found
 
 
-def page_of(path: Path) -> str:
-    """The page of the site that a file of the repository becomes, under its name as Markdown."""
-    name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
-    return name if path.suffix in (".md", ".png") else f"{name}.md"
-
-
-def home_page() -> str:
-    """web/index.md, with a diff and sections of README.md. Links are relative to the root, as in README.md."""
-    readme = COG.sub("", (ROOT / "README.md").read_text())
-    diff = re.search(r"^```diff.*?^```$", readme, re.DOTALL | re.MULTILINE)[0]
-    demo = (ROOT / "experiments" / "results" / "demo.txt").read_text()
-    sections = readme[readme.index("## The scripts") :]
-    text = (WEB / "index.md").read_text()
-    return text.replace("{diff}", diff).replace("{demo}", demo).replace("{sections}", sections)
-
-
-def write_pages() -> None:
-    """The home page, docs/ and what they link to, with links that lead from page to page."""
-    todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*.py"))]
-    for path in todo:  # grows while it is read
-        target = WORK / "pages" / page_of(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-
-        def relink(match: re.Match, path=path, target=target) -> str:
-            file = (path.parent / match[0]).resolve()
-            if file in (ROOT / "docs" / "compare.html", ROOT / "docs" / "playground.html"):
-                return os.path.relpath(WORK / "pages" / f"{file.stem}.md", target.parent)
-            if not file.is_file() or not file.is_relative_to(ROOT):
-                return match[0]
-            if file not in todo:
-                todo.append(file)
-            return os.path.relpath(WORK / "pages" / page_of(file), target.parent)
-
-        if path.suffix == ".png":
-            shutil.copy(path, target)
-        elif path.suffix == ".md":
-            text = home_page() if path == ROOT / "README.md" else path.read_text()
-            if PLAYGROUND.search(text):  # with the script, and the one that its page compares it with
-                other = re.search(rf"make diff A=(\w+) B={path.stem}`", text)[1]
-                address = rf"../playground.html#preset=\1&pin={path.stem},{other}"
-                text = PLAYGROUND.sub(rf"In the [Playground]({address}), preset `\1`", text)
-            target.write_text(LINK.sub(relink, COG.sub("", text)))
-        else:
-            name, language = path.relative_to(ROOT), path.suffix[1:] or "text"
-            head = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"
-            target.write_text(f"{head}# {name}\n\n~~~~~{language}\n{path.read_text()}~~~~~\n")
-
-
-def write_compare(names: list[str], differences: dict[str, list]) -> None:
-    """The page of web/compare.html, and the matrix of all pairs on it and on the home page."""
+def matrix_of(names: list[str], differences: dict[str, list]) -> str:
+    """A table of all pairs of scripts with the number of lines that differ."""
     counts = {}
     for pair, found in differences.items():
-        counts[pair] = sum(a1 - a0 + b1 - b0 for a0, a1, b0, b1 in found)
+        counts[pair] = sum(a_end - a_start + b_end - b_start for a_start, a_end, b_start, b_end in found)
     most = max(counts.values())
 
     def cell(a: str, b: str) -> str:
@@ -105,12 +67,72 @@ def write_compare(names: list[str], differences: dict[str, list]) -> None:
 
     head = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
     rows = "".join(f'<tr><th scope="row">{a}</th>{"".join(cell(a, b) for b in names)}</tr>' for a in names)
+    return f'<table class="matrix"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def home_page(matrix: str) -> str:
+    """web/index.md, with a diff and sections of README.md. Links are relative to the root, as in README.md."""
+    readme = COG.sub("", (ROOT / "README.md").read_text())
+    diff = re.search(r"^```diff.*?^```$", readme, re.DOTALL | re.MULTILINE)[0]
+    demo = (ROOT / "experiments" / "results" / "demo.txt").read_text()
+    sections = readme[readme.index("## The scripts") :]
+    text = (WEB / "index.md").read_text().replace("{matrix}", matrix)
+    return text.replace("{diff}", diff).replace("{demo}", demo).replace("{sections}", sections)
+
+
+def link_playground(text: str, name: str) -> str:
+    """In the page of a script: a link to the preset that it names, with the scripts of its `make diff` pinned."""
+    other = re.search(rf"make diff A=(\w+)\s+B={name}`", text)
+    pins = f"{name},{other[1]}" if other else name
+    link = rf'<a href="../playground.html#preset=\1&pin={pins}">Playground</a>'
+    return PLAYGROUND.sub(rf"In the {link}, preset `\1`", text)
+
+
+def page_of(path: Path) -> Path:
+    """The page that a file of the repository becomes, before zensical makes HTML of it."""
+    name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
+    return WORK / "pages" / (name if path.suffix in (".md", ".png") else f"{name}.md")
+
+
+def relink(text: str, path: Path, todo: list[Path]) -> str:
+    """The links of a file lead from page to page. What they name gets a page, too."""
+
+    def link(match: re.Match) -> str:
+        file = (path.parent / match[0]).resolve()
+        if not file.is_file() or not file.is_relative_to(ROOT):
+            return match[0]
+        if file not in todo:
+            todo.append(file)
+        return os.path.relpath(page_of(file), page_of(path).parent)
+
+    return LINK.sub(link, text)
+
+
+def write_pages(matrix: str) -> None:
+    """The home page, docs/ and what they link to."""
+    todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*.py"))]
+    for path in todo:  # relink appends to it
+        target = page_of(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".png":
+            shutil.copy(path, target)
+        elif path.suffix == ".md":
+            text = home_page(matrix) if path == ROOT / "README.md" else path.read_text()
+            if path.parent == ROOT / "docs" / "scripts":
+                text = link_playground(text, path.stem)
+            target.write_text(relink(COG.sub("", text), path, todo))
+        else:
+            language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
+            code = f"~~~~~{language}\n{path.read_text()}~~~~~\n"
+            head = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"
+            target.write_text(f"{head}# {path.relative_to(ROOT)}\n\n{code}")
+
+
+def write_compare_and_playground(names: list[str], matrix: str) -> None:
     options = "".join(f"<option>{name}</option>" for name in names)
-    matrix = f'<table class="matrix"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>'
     text = (WEB / "compare.html").read_text().replace("{options}", options)
     (WORK / "pages" / "compare.md").write_text(text.replace("{matrix}", matrix))
-    home = WORK / "pages" / "index.md"
-    home.write_text(home.read_text().replace("{matrix}", f'<div id="matrix" tabindex="0">{matrix}</div>'))
+    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
 
 
 def write_settings(names: list[str]) -> None:
@@ -119,7 +141,7 @@ def write_settings(names: list[str]) -> None:
         {"Compare": "compare.md"},
         {"Playground": "playground.md"},
         {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},
-        {"Guide": [*(f"{name}.md" for name in GUIDE), "toy/index.md", "CONTRIBUTING.md"]},
+        {"Guide": [*(f"{name}.md" for name in guide_pages()), "toy/index.md", "CONTRIBUTING.md"]},
     ]
     text = (WEB / "zensical.yml").read_text()
     (WORK / "zensical.yml").write_text(f"{text}nav: {json.dumps(nav)}\n")
@@ -167,9 +189,9 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     names = script_names()
     differences = {f"{a}..{b}": hunks(a, b) for a in names for b in names}
-    write_pages()
-    write_compare(names, differences)
-    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
+    matrix = matrix_of(names, differences)
+    write_pages(matrix)
+    write_compare_and_playground(names, matrix)
     write_settings(names)
     bundle()
     zensical = Path(sys.executable).parent / "zensical"

@@ -1,13 +1,11 @@
-// The page Playground: what every script makes of one group of responses. SCRIPTS comes from data.js.
+// The page Playground: what the scripts make of one group of responses. SCRIPTS comes from data.js.
 import { batchOf, ESTIMATORS, MAX_LENGTH, parseResponses, PRESETS } from "./estimators.mjs";
-import { comparison, nameOf, QUESTIONS, sentence, stopped } from "./sentences.mjs";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = Object.keys(SCRIPTS).filter((name) => Object.hasOwn(ESTIMATORS, name));
 const LARGEST = 0.6; // log-ratio that a slider reaches
 
 let group; // see batchOf
-let ask; // what the sentences are about
 let pinned; // one or two names of scripts, or none
 let results = {}; // what each estimator returns for the group
 let chosen = null; // the token that its response's slider moves, as [response, token]
@@ -18,10 +16,15 @@ const k = () => group.prompts[0].responses.length;
 const responses = () => group.prompts.flatMap((prompt) => prompt.responses);
 const longest = () => Math.max(...responses().map((response) => response.logRatios.length));
 const minus = (text) => String(text).replace("-", "−");
+const isZero = (x) => Math.abs(x) < 1e-9;
+const near = (x, y) => Math.abs(x - y) <= 0.005 * Math.max(Math.abs(x), Math.abs(y)) + 1e-9;
+
+/** A1 to A8, then B1 to B8. */
+const nameOf = (i) => "AB"[Math.floor(i / k())] + ((i % k()) + 1);
 
 /** Two or three digits that matter. */
 function shown(x) {
-  if (Math.abs(x) < 1e-9) return "0";
+  if (isZero(x)) return "0";
   return minus(Math.abs(x) >= 100 ? x.toFixed(0) : Number(x.toPrecision(Math.abs(x) < 0.1 ? 2 : 3)));
 }
 
@@ -33,7 +36,7 @@ function range(values) {
 
 // --- the address ---------------------------------------------------------------------------------------------
 
-const FIELDS = ["", "preset", "a", "b", "greedy", "teacher", "ask", "pin"];
+const FIELDS = ["", "preset", "a", "b", "greedy", "teacher", "pin", "ask"]; // ask: old addresses have it
 const copy = (state) => JSON.parse(JSON.stringify(state));
 const samePreset = () =>
   Object.keys(PRESETS).find((name) => JSON.stringify(PRESETS[name].group) == JSON.stringify(group));
@@ -61,13 +64,11 @@ function formatResponses(list) {
 function address() {
   const [a, b] = group.prompts;
   const preset = samePreset();
-  const parts = preset
-    ? [`preset=${preset}`]
-    : [`a=${formatResponses(a.responses)}`, `b=${formatResponses(b.responses)}`].concat(
-        [`greedy=${a.greedy},${b.greedy}`, `teacher=${group.teacher}`],
-      );
-  if (!preset || ask != PRESETS[preset].ask) parts.push(`ask=${ask}`);
-  return `#${[...parts, `pin=${pinned.join(",")}`].join("&")}`;
+  const greedy = `${a.greedy},${b.greedy}`;
+  const text = preset
+    ? `preset=${preset}`
+    : `a=${formatResponses(a.responses)}&b=${formatResponses(b.responses)}&greedy=${greedy}&teacher=${group.teacher}`;
+  return `#${text}&pin=${pinned.join(",")}`;
 }
 
 const isNumber = (x) => Number.isFinite(x) && Math.abs(x) <= 1e6;
@@ -77,26 +78,36 @@ const isResponse = ({ reward, logRatios }) =>
   logRatios.length <= MAX_LENGTH &&
   logRatios.every((x) => Math.abs(x) <= 3);
 
+function isGroup({ prompts: [a, b], teacher }) {
+  const count = a.responses.length;
+  return (
+    count >= 2 &&
+    count <= 8 &&
+    count == b.responses.length &&
+    [...a.responses, ...b.responses].every(isResponse) &&
+    isNumber(a.greedy) &&
+    isNumber(b.greedy) &&
+    teacher > 0 &&
+    teacher <= 1
+  );
+}
+
 /** What an address says, or null where it makes no sense. */
 function parse(hash) {
   const fields = Object.fromEntries(hash.split("&").map((field) => field.split("=")));
-  const wanted = fields.preset ?? "length";
-  const known = Object.hasOwn(PRESETS, wanted) ? PRESETS[wanted] : null;
+  const pins = (fields.pin ?? "grpo,dr_grpo").split(",").filter((name) => name);
+  const isKnown = (name) => Object.hasOwn(SCRIPTS, name);
+  if (!Object.keys(fields).every((name) => FIELDS.includes(name)) || !pins.every(isKnown)) return null;
+  const pinned = pins.filter((name) => NAMES.includes(name)).slice(0, 2);
+  if (!("a" in fields || "b" in fields)) {
+    const name = fields.preset ?? "length";
+    return Object.hasOwn(PRESETS, name) ? { group: copy(PRESETS[name].group), pinned } : null;
+  }
   const greedy = (fields.greedy ?? "0,0").split(",").map(Number);
-  const made = fields.a && fields.b && {
-    prompts: [fields.a, fields.b].map((text, p) => ({ greedy: greedy[p], responses: parseResponses(text) })),
-    teacher: Number(fields.teacher ?? 0.8),
-  };
-  const state = made || (known && copy(known.group));
-  if (!state || Object.keys(fields).some((name) => !FIELDS.includes(name))) return null;
-  const [a, b] = state.prompts;
-  const count = a.responses.length;
-  const isGroup = count >= 2 && count <= 8 && b.responses.length == count;
-  const isKnown = isGroup && [...a.responses, ...b.responses].every(isResponse);
-  if (!isKnown || !isNumber(a.greedy) || !isNumber(b.greedy) || !(state.teacher > 0 && state.teacher <= 1)) return null;
-  const question = fields.ask ?? (made ? "length" : known.ask);
-  const pins = (fields.pin ?? "grpo,dr_grpo").split(",").filter((name) => name && NAMES.includes(name));
-  return Object.hasOwn(QUESTIONS, question) ? { group: state, ask: question, pinned: pins.slice(0, 2) } : null;
+  const a = { greedy: greedy[0], responses: parseResponses(fields.a ?? "") };
+  const b = { greedy: greedy[1], responses: parseResponses(fields.b ?? "") };
+  const made = { prompts: [a, b], teacher: Number(fields.teacher ?? 0.8) };
+  return isGroup(made) ? { group: made, pinned } : null;
 }
 
 let saving;
@@ -110,14 +121,14 @@ function load() {
   clearTimeout(saving);
   // A chat program may have escaped the commas and stars.
   const hash = location.hash.slice(1).replace(/%([0-9a-f]{2})/gi, (_, hex) => String.fromCharCode(parseInt(hex, 16)));
-  const said = parse(hash);
-  const state = said ?? parse("");
-  $("unknown").textContent = said ? "" : "This address describes no group, so here is the first preset.";
-  ({ group, ask, pinned } = state);
+  const state = parse(hash);
+  $("unknown").textContent = state ? "" : "The address is not understood, so here is the first preset.";
+  ({ group, pinned } = state ?? parse(""));
   chosen = null;
   drawEditor();
   orderCards();
   update();
+  history.replaceState(null, "", address()); // at once: the theme's script fails where an escape is broken
   const preset = $("presets").querySelector("[aria-pressed=true]");
   if (preset) $("presets").scrollLeft = preset.offsetLeft - $("presets").offsetLeft - 30;
 }
@@ -133,14 +144,13 @@ const cell = (x, size, cut) => {
 function drawEditor() {
   $("k").value = k();
   $("teacher").value = group.teacher;
-  $("ask").value = ask;
   $("group").innerHTML = group.prompts
     .map(({ greedy, responses }, p) => {
       const name = "AB"[p];
       const rows = responses.map(({ reward, logRatios }, n) => {
         const i = p * k() + n;
-        const label = `${nameOf(i, k())}: `;
-        return `<div class="response" data-i="${i}"><b>${nameOf(i, k())}</b>
+        const label = `${nameOf(i)}: `;
+        return `<div class="response" data-i="${i}"><b>${nameOf(i)}</b>
           <input class="reward" type="number" step="any" value="${reward}" aria-label="${label}reward">
           <input class="length" type="number" min="1" max="${MAX_LENGTH}" value="${logRatios.length}"
             aria-label="${label}tokens">
@@ -167,7 +177,7 @@ function drawResponse(i) {
   const token = chosen?.[0] == i ? chosen[1] : null;
   const buttons = logRatios.map((x, t) => {
     const state = `aria-pressed="${t == token}" tabindex="${t == (token ?? 0) ? 0 : -1}"`;
-    const label = `${nameOf(i, k())}, token ${t + 1}: log-ratio ${minus(x)}`;
+    const label = `${nameOf(i)}, token ${t + 1}: log-ratio ${minus(x)}`;
     return `<button data-t="${t}" ${state} aria-label="${label}" title="${label}">${cell(x, LARGEST)}</button>`;
   });
   row.querySelector(".tokens").innerHTML = buttons.join("");
@@ -175,7 +185,7 @@ function drawResponse(i) {
   const who = token == null ? "all tokens" : `token ${token + 1}`;
   const slider = row.querySelector(".ratio");
   slider.value = value;
-  slider.setAttribute("aria-label", `${nameOf(i, k())}: log-ratio of ${who}`);
+  slider.setAttribute("aria-label", `${nameOf(i)}: log-ratio of ${who}`);
   const text = token == null ? range(logRatios).replace(" to ", "…") : `log-ratio of ${who}: ${minus(value)}`;
   row.querySelector("output").textContent = text;
   row.querySelector(".all").hidden = token == null;
@@ -250,19 +260,11 @@ $("group").onkeydown = (event) => {
   event.preventDefault();
 };
 
-/** The response that a prompt can best do without: one of the most copies, of the most frequent reward; the last. */
-function leastMissed(list) {
-  const like = (f) => (x) => list.filter((other) => f(other) == f(x)).length;
-  const [copies, rewards] = [like(JSON.stringify), like((x) => x.reward)];
-  const score = (x) => copies(x) + rewards(x) / 10;
-  return list.findLastIndex((x) => score(x) == Math.max(...list.map(score)));
-}
-
 $("k").onchange = ({ target }) => {
   const count = Math.min(Math.max(Math.round(target.valueAsNumber || k()), 2), 8);
   for (const { responses: list } of group.prompts) {
     while (list.length < count) list.push({ reward: 0, logRatios: Array(8).fill(0) });
-    while (list.length > count) list.splice(leastMissed(list), 1);
+    list.splice(count);
   }
   chosen = null;
   drawEditor();
@@ -275,18 +277,10 @@ $("teacher").oninput = ({ target }) => {
   update();
 };
 $("teacher").onchange = ({ target }) => (target.value = group.teacher);
-$("ask").innerHTML = Object.entries(QUESTIONS)
-  .map(([name, text]) => `<option value="${name}">${text}</option>`)
-  .join("");
-$("ask").onchange = ({ target }) => {
-  ask = target.value;
-  update();
-};
 
 const buttons = Object.entries(PRESETS).map(([name, { title }]) => `<button data-preset="${name}">${title}</button>`);
 $("presets").innerHTML = buttons.join("");
 $("play").querySelector("details").open = matchMedia("(min-width: 900px)").matches;
-$("distilled").hidden = !NAMES.includes("distill");
 $("presets").onclick = ({ target }) => {
   const name = target.dataset.preset;
   if (!name) return;
@@ -307,7 +301,7 @@ for (const name of NAMES) {
   card.innerHTML = `<header><h2>${name}.py</h2>
     <button class="code" aria-expanded="false">code</button>
     <button class="pin" aria-pressed="false" aria-label="pin ${name}.py">pin</button></header>
-    <p class="title">${SCRIPTS[name].title}</p><p class="says"></p><p class="scale"></p><div class="cells"></div>
+    <p class="title">${SCRIPTS[name].title}</p><p class="scale"></p><div class="cells"></div>
     <div class="source" hidden><p><a href="${SCRIPTS[name].link}">The page of ${name}.py</a></p>
     <pre tabindex="0"></pre></div>`;
   const source = ["compute_advantages", "policy_loss"].map((wanted) => functionOf(name, wanted));
@@ -329,7 +323,7 @@ for (const name of NAMES) {
     const { advantages, weights, stops } = results[name];
     const numbers = `advantage ${shown(advantages[i][t])}, push ${shown(weights[i][t])}`;
     const why = `The policy has already moved this ${stops} far enough in the wanted direction.`;
-    target.title = `${nameOf(i, k())}, token ${t + 1}: ${numbers}. ${target.matches(".cut") ? why : ""}`;
+    target.title = `${nameOf(i)}, token ${t + 1}: ${numbers}. ${target.matches(".cut") ? why : ""}`;
   };
   $("scripts").append(card);
 }
@@ -355,17 +349,30 @@ function pin(name) {
   update();
 }
 
+/** How the pushes of a script relate to those of another one, where they agree up to a factor; else nothing. */
+function comparison(weights, others, other) {
+  const [mine, theirs] = [weights.flat(), others.flat()];
+  const n = theirs.findIndex((x) => !isZero(x));
+  const factor = mine[n] / theirs[n];
+  if (n < 0 || isZero(mine[n]) || !mine.every((x, t) => near(x, factor * theirs[t]))) return "";
+  if (near(factor, 1)) return `Same pushes as ${other}.`;
+  const size = Math.abs(factor);
+  const inverse = Math.round(1 / size);
+  const times = inverse > 1 && near(1 / size, inverse) ? `1/${inverse}` : `${shown(size)} times`;
+  return `Same pattern as ${other}, ${times} as large${factor < 0 ? " in the other direction" : ""}.`;
+}
+
 function drawCard(name) {
   const { advantages, weights, clipped } = results[name];
   const largest = (lists) => Math.max(...lists.flat().map(Math.abs));
-  const [most, mostPush] = [largest(advantages), largest(weights)].map((x) => (x < 1e-9 ? 0 : x));
+  const [most, mostPush] = [largest(advantages), largest(weights)].map((x) => (isZero(x) ? 0 : x));
   const rows = advantages.map((own, i) => {
     const cells = own.map((x) => cell(x, most)).join("");
-    const cut = stopped(own, clipped[i]);
+    const cut = own.map((x, t) => clipped[i][t] && !isZero(x));
     const pushes = weights[i].map((x, t) => cell(x, mostPush, cut[t])).join("");
     const count = cut.filter((x) => x).length;
     const perToken = `push of a token ${range(weights[i])}${count ? `, ${count} hatched` : ""}`;
-    return `<div class="row" data-i="${i}"><b>${nameOf(i, k())}</b>
+    return `<div class="row" data-i="${i}"><b>${nameOf(i)}</b>
       <span class="strip advantages" role="img" aria-label="advantage ${range(own)}">${cells}</span>
       <span class="number">${shown(mean(own))}</span>
       <span class="strip pushes" role="img" aria-label="${perToken}">${pushes}</span>
@@ -376,7 +383,6 @@ function drawCard(name) {
   const [a, b] = [rows.slice(0, k()), rows.slice(k())].map((own) => `<div>${head}${own.join("")}</div>`);
   const card = cardOf(name);
   card.querySelector(".cells").innerHTML = a + b;
-  card.querySelector(".says").textContent = sentence(ask, ESTIMATORS[name], group);
   const other = pinned.length == 2 && pinned.includes(name) && pinned.find((x) => x != name);
   const same = other ? comparison(weights, results[other].weights, `${other}.py`) : "";
   card.querySelector(".scale").innerHTML = `Strongest push on a token: ${shown(mostPush)}. <b>${same}</b>`;
@@ -388,6 +394,9 @@ function update() {
   const name = samePreset();
   for (const button of $("presets").querySelectorAll("button"))
     button.setAttribute("aria-pressed", button.dataset.preset == name);
+  // A changed group hides the sentences, and keeps their place: nothing moves under the pointer.
+  if (name) $("says").textContent = PRESETS[name].says;
+  $("says").style.visibility = name ? "visible" : "hidden";
   $("play").style.setProperty("--longest", longest());
   save();
   if (waiting) return;

@@ -9,20 +9,27 @@ import re
 import subprocess
 
 import pytest
-import sync
+import torch
 from test_site import DESKTOP, PHONE, ROOT, browser, playwright, visit  # noqa: F401  two fixtures
 
 pytestmark = pytest.mark.web
-SCRIPTS = sync.policy_scripts()
-# Reads {names, batches}, adds the presets to the batches, and writes {batches, results}: a list for each name.
+# A port to JavaScript is optional, and so is the sentence about the Playground on the page of a script.
+PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
+PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/scripts/*.md"))}
+# Reads a list of batches, adds those of the presets, and writes {batches, results, presets}: results has a list for
+# each script, and presets has what a preset says and the number of its batch.
 PROGRAM = """
 import { readFileSync } from "node:fs";
 import { batchOf, ESTIMATORS, PRESETS } from "./estimators.mjs";
-const { names, batches } = JSON.parse(readFileSync(0, "utf8"));
-for (const { group } of Object.values(PRESETS)) batches.push(batchOf(group));
-const all = (name) => ESTIMATORS[name] ? batches.map(ESTIMATORS[name]) : null;
-const results = Object.fromEntries(names.map((name) => [name, all(name)]));
-process.stdout.write(JSON.stringify({ batches, results }));
+const batches = JSON.parse(readFileSync(0, "utf8"));
+const presets = {};
+for (const [name, { says, group }] of Object.entries(PRESETS)) {
+  presets[name] = { says, number: batches.length };
+  batches.push(batchOf(group));
+}
+const results = {};
+for (const [name, estimate] of Object.entries(ESTIMATORS)) results[name] = batches.map(estimate);
+process.stdout.write(JSON.stringify({ batches, results, presets }));
 """
 
 
@@ -49,33 +56,31 @@ def random_batch(seed: int) -> dict:
 @pytest.fixture(scope="module")
 def computed():
     """The batches, and what each function of web/estimators.mjs returns for them, by one call of Node."""
-    request = {"names": SCRIPTS, "batches": [random_batch(seed) for seed in range(200)]}
+    batches = [random_batch(seed) for seed in range(200)]
     command = ["node", "--input-type=module", "--eval", PROGRAM]
     options = {"cwd": ROOT / "web", "capture_output": True, "text": True}
-    result = subprocess.run(command, input=json.dumps(request), **options)
+    result = subprocess.run(command, input=json.dumps(batches), **options)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-def padded(rows: list[list], torch):
+def padded(rows: list[list]):
     """(B, T) in float64, and the mask of what is not padding."""
     T = max(map(len, rows))
     mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
     return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=torch.float64), mask
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PORTS)
 def test_javascript_computes_what_the_script_does(name, computed):
     """Advantages, the gradient of the loss, and the number of clipped tokens."""
-    torch = pytest.importorskip("torch")  # the environment of the site alone has none
     script = importlib.import_module(name)
-    assert computed["results"][name], f"web/estimators.mjs has no function {name}"
     has_teacher = "teacher" in {field.name for field in dataclasses.fields(script.Args)}
     for batch, result in zip(computed["batches"], computed["results"][name], strict=True):
         rows = batch["responses"]
         part = {}
         for key in ("old", "ref", "teacher", "values", "logRatios"):
-            part[key], mask = padded([row[key] for row in rows], torch)
+            part[key], mask = padded([row[key] for row in rows])
         rollout = {"response_mask": mask, "old_logprobs": part["old"], "values": part["values"]}
         rollout["ref_logprobs"] = part["teacher" if has_teacher else "ref"]
         rollout["kl"] = part["old"] - rollout["ref_logprobs"]
@@ -89,10 +94,33 @@ def test_javascript_computes_what_the_script_does(name, computed):
         expected = {"advantages": rollout["advantages"], "weights": -gradient}
         for key, tensor in expected.items():
             bounds = {"rtol": 1e-6, "atol": 1e-6 * float(tensor.abs().max()) + 1e-12}
-            torch.testing.assert_close(padded(result[key], torch)[0], tensor, **bounds)
+            torch.testing.assert_close(padded(result[key])[0], tensor, **bounds)
         # CISPO's bound keeps the gradient, so no token is stopped.
         fraction = float(stats.get("clip_fraction", 0)) if name != "cispo" else 0
         assert sum(map(sum, result["clipped"])) == pytest.approx(fraction * int(mask.sum()), abs=1e-3)
+
+
+def test_the_numbers_that_a_preset_names(computed):
+    def result(preset, script):
+        return computed["results"][script][computed["presets"][preset]["number"]]
+
+    def pushes(preset, script):
+        """On A1 to A8 and B1 to B8, each as a whole."""
+        return [sum(weights) for weights in result(preset, script)["weights"]]
+
+    says = {name: preset["says"] for name, preset in computed["presets"].items()}
+    for script, ratio in {"grpo": 1, "gspo": 1, "sapo": 1, "dr_grpo": 3}.items():
+        A7, A8, B1, B2 = pushes("length", script)[6:10]  # A8 and B1 have 3 times the tokens of the others
+        assert A8 == pytest.approx(ratio * A7) and B1 == pytest.approx(ratio * B2)
+    assert "1/3 of the push" in says["length"]
+    A1, *others = pushes("success", "grpo")
+    assert others == pytest.approx([-A1 / 7] * 7 + [0] * 8) and "7 times" in says["success"]
+    sizes = [abs(push) for push in pushes("prompts", "maxrl")]
+    assert f"{sum(sizes[8:]) / sum(sizes[:8]):.3g} times" in says["prompts"]
+    for script in ("grpo", "dppo"):
+        tokens = sum(map(sum, result("moved", script)["clipped"]))
+        assert f"{tokens} in {script}.py" in says["moved"]
+    assert f"{sum(map(all, result('moved', 'gspo')['clipped']))} whole responses" in says["moved"]
 
 
 def card(page, name: str):
@@ -104,10 +132,10 @@ def pushes(page, name: str, response: int):
     return card(page, name).locator(f"[data-i='{response}'] .pushes i")
 
 
-def test_every_script_has_a_card_with_its_code(visit):
+def test_every_port_has_a_card_with_the_code_of_its_script(visit):
     page = visit("playground.html")
     names = page.locator("[data-script]").evaluate_all("cards => cards.map(x => x.dataset.script)")
-    assert sorted(names) == SCRIPTS
+    assert sorted(names) == sorted(PORTS)
     for name in names:
         card(page, name).locator(".code").click()
         source = (ROOT / f"{name}.py").read_text()
@@ -131,10 +159,12 @@ def test_two_pinned_cards_show_their_numbers_and_how_these_relate(visit):
 
 def test_a_reward_and_a_length_change_the_cards(visit):
     page = visit("playground.html#preset=equal")
+    playwright.expect(page.locator("#says")).to_contain_text("raft.py imitates A1 and B1")
     playwright.expect(pushes(page, "grpo", 0)).to_have_class([""] * 8)
     page.get_by_label("A1: reward").fill("0")
     playwright.expect(pushes(page, "grpo", 0)).to_have_class(["down"] * 8)
     playwright.expect(pushes(page, "grpo", 1)).to_have_class(["up"] * 8)
+    playwright.expect(page.locator("#says")).to_be_hidden()  # it is true for the preset alone
     page.get_by_label("A1: tokens", exact=True).fill("12")
     playwright.expect(pushes(page, "rloo", 0)).to_have_class(["down"] * 12)
 
@@ -171,30 +201,44 @@ def test_a_link_restores_the_state(visit):
     page.locator("#teacher").fill("0.3")
     page.locator("#k").fill("6")
     page.locator("#k").press("Enter")
-    page.select_option("#ask", "ratios")
     card(page, "rloo").locator(".pin").click()
     page.wait_for_url("**pin=dr_grpo,rloo")
-    copied = visit(page.url.rpartition("/")[2])
-    copied.wait_for_timeout(300)  # it writes its own address a little later
-    assert copied.url == page.url
-    values = "() => [...document.querySelectorAll('#play input, #play select')].map(x => x.value)"
+    copied = visit(page.url.rpartition("/")[2] + "&ask=ratios")  # old addresses have ask
+    copied.wait_for_url(page.url)
+    values = "() => [...document.querySelectorAll('#play input')].map(x => x.value)"
     assert copied.evaluate(values) == page.evaluate(values)
-    assert copied.locator("#scripts").inner_html() == page.locator("#scripts").inner_html()
+    cards = []
+    for shown in (page, copied):
+        shown.evaluate("new Promise(requestAnimationFrame)")  # the cards are drawn in the next frame
+        cards.append(shown.locator("#scripts").inner_html())
+    assert cards[0] == cards[1]
     page.go_back()
     playwright.expect(page.get_by_label("A1: reward")).to_have_value("1")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "In the Playground" in text])
 def test_the_page_of_a_script_leads_to_a_preset_and_a_comparison(visit, name):
     page = visit(f"scripts/{name}.html")
     page.get_by_role("link", name="Playground").last.click()
+    page.wait_for_url(re.compile(rf"#preset=\w+&pin={name},\w+$"))
     playwright.expect(page.locator("#unknown")).to_be_empty()
-    preset, pinned = re.fullmatch(r".*#preset=(\w+)&pin=(\w+,\w+)", page.url).groups()
+    preset = re.search(r"#preset=(\w+)", page.url)[1]
     playwright.expect(page.locator(f"[data-preset={preset}]")).to_have_attribute("aria-pressed", "true")
-    assert pinned.split(",")[0] == name and set(pinned.split(",")) <= set(SCRIPTS)
 
 
-@pytest.mark.parametrize("address", ["preset=no", "other=1", "a=x&b=y", "a=1_8&b=1_8", "a=2x1_8&b=3x1_8"])
+def test_a_script_without_a_port_is_not_pinned(visit):
+    page = visit("playground.html#preset=moved&pin=sft,grpo")
+    playwright.expect(page.locator("#unknown")).to_be_empty()
+    page.wait_for_url("**#preset=moved&pin=grpo")
+
+
+WITHOUT_A_GROUP = """
+    preset=no preset=toString other=1 pin=nothing %E0%A4%A a=1_8 a=x&b=y a=1_8&b=1_8 a=2x1_8&b=3x1_8
+    a=1_8,0_8&b=%ZZ a=1_8,0_8&b=1_8,%0A a=1_8,0_8&b=1_8,0_-5
+"""
+
+
+@pytest.mark.parametrize("address", WITHOUT_A_GROUP.split())
 def test_an_address_without_a_group_shows_the_first_preset(visit, address):
     page = visit(f"playground.html#{address}")
     playwright.expect(page.locator("#unknown")).not_to_be_empty()
