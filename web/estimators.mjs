@@ -271,7 +271,7 @@ export const parseResponses = (text) =>
 const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
 const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
 
-// Each says what to look at. tests/web/test_playground.py checks the numbers that it names.
+// Each says what to look at. tests/web/test_playground.py checks the ratios that it names.
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
@@ -319,8 +319,8 @@ export const PRESETS = {
   ),
   moved: preset(
     "The policy has moved",
-    "The clip stops tokens that have already moved far in the wanted direction: 11 in grpo.py, 7 in dppo.py. gspo.py " +
-      "stops 10 whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios change nothing.",
+    "The clip of grpo.py stops tokens that have already moved far in the wanted direction. dppo.py stops fewer, and " +
+      "gspo.py whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios change nothing.",
     prompt("1_4*0.1_4,1_8*0.15,1_2*0.3_6,1_8*-0.1,2x0_8*-0.1,0_3*-0.4_5,0_8*0.2", 1),
     prompt("1_2*0.5_6*0.1,1_8,2x0_8*-0.15,0_2*0.4_6,0_4*-0.3_4,2x0_8", 0),
   ),

@@ -53,16 +53,13 @@ def hunks(a: str, b: str) -> list[list[int]]:
 
 def matrix_of(names: list[str], differences: dict[str, list]) -> str:
     """A table of all pairs of scripts with the number of lines that differ."""
-    counts = {}
-    for pair, found in differences.items():
-        counts[pair] = sum(a_end - a_start + b_end - b_start for a_start, a_end, b_start, b_end in found)
-    most = max(counts.values())
 
     def cell(a: str, b: str) -> str:
         if a == b:
             return "<td></td>"
-        count = counts[f"{a}..{b}"]
-        share = round(100 * (count / most) ** 0.5)
+        found = differences[f"{a}..{b}"]
+        count = sum(a_end - a_start + b_end - b_start for a_start, a_end, b_start, b_end in found)
+        share = min(round(4 * count**0.5), 100)  # how strong the colour is
         return f'<td style="--share:{share}%"><a href="compare.html#{a}..{b}">{count}</a></td>'
 
     head = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
