@@ -1,7 +1,6 @@
 """Demonstrations, a reward model and reinforcement against it, on SmolLM2-135M: the three stages of RLHF.
 
-    python experiments/classic.py               run the commands of docs/recipes.md: 12 minutes on one core
-    python experiments/classic.py --no_run      only print the committed results
+    python experiments/classic.py        run the commands of docs/recipes.md: 12 minutes on one core
 
 A command that is finished says so and changes nothing, so an interrupted experiment resumes.
 """
@@ -48,19 +47,18 @@ def summary() -> None:
     table(["iteration", "score in training", *GROUPS], lines, rows)
 
 
-def main(run: bool = True) -> None:
-    if run:
-        for command in COMMANDS:
-            print(shlex.join(command), flush=True)
-            subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
-        rows = []
-        for script, flags in STAGES.items():
-            lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
-            metrics = {"metrics": [json.loads(line) for line in lines]}
-            rows.append({"script": script} | provenance(script) | metrics)
-        save("classic", rows)
+def main() -> None:
+    for command in COMMANDS:
+        print(shlex.join(command), flush=True)
+        subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
+    rows = []
+    for script, flags in STAGES.items():
+        lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
+        metrics = {"metrics": [json.loads(line) for line in lines]}
+        rows.append({"script": script} | provenance(script) | metrics)
+    save("classic", rows)
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)
