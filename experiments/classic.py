@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import tyro
-from common import ROOT, load, print_commands, provenance, save, table, words_of
+from common import ROOT, load, provenance, save, table, words_of
 
 DATA = ["--train", "4 words", "--test", "4 words", "3 words", "--demonstrations", "200", "--pairs", "200"]
 DATA += ["--folder", "data/four"]
@@ -28,11 +28,6 @@ GROUPS = ("4 words", "3 words")  # held-out lists
 STAGES = {"sft": SFT, "reward_model": PAIRS, "rloo": RLOO}
 COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reversal.py", *DATA]]
 COMMANDS += [["python", f"{script}.py", *words_of(flags)] for script, flags in STAGES.items()]
-
-
-def commands() -> None:
-    """Print the commands."""
-    print_commands(*COMMANDS)
 
 
 def summary() -> None:

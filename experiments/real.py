@@ -111,11 +111,6 @@ def demo() -> None:
     print_run(read(ROOT / run_dir))
 
 
-def demo_command() -> None:
-    """Print the command of `make real`."""
-    common.print_commands(demo_words("runs/real"))
-
-
 def demo_output() -> None:
     """Print what `make real` prints of the committed run."""
     [run] = runs_of(DEMO)
