@@ -34,7 +34,7 @@ real: .venv/scripts .venv/group-real
 	.venv/bin/python data/reversal.py
 	.venv/bin/python experiments/real.py --demo
 
-# make test-real: train a real model, then open the result with pipeline, lm-eval and TRL.
+# make test-real: train a real model, then open the result with pipeline and lm-eval.
 test-real: .venv/scripts .venv/group-test .venv/group-test-real
 	.venv/bin/python data/smollm2.py
 	.venv/bin/python -m pytest -n 0 -m real

@@ -36,15 +36,9 @@ def run(code: str) -> str:
     command = [sys.executable, "-sPc", RUNNER]
     # The output goes to a file. A pipe would block on a flood of output, or while a child keeps it open.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={"PYTHONHASHSEED": "0"},
-            start_new_session=True,
-        )
+        options = {"cwd": folder, "env": {"PYTHONHASHSEED": "0"}, "start_new_session": True}
+        options |= {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **options)
         try:
             process.communicate(code.encode(errors="replace"), timeout=SECONDS)
             reason = f"killed by signal {-process.returncode}" if process.returncode < 0 else ""

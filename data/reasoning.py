@@ -8,7 +8,6 @@ generalizes. Prompts ask for <think> and <answer>. The score of a row needs its 
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +25,8 @@ class Args:
 
 def make_rows(args: Args) -> dict[str, list[dict]]:
     """The rows of train and test. All prompts differ."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        sys.exit("error: reasoning-gym is missing; run pip install --group data")
+    import reasoning_gym
+
     system = {"role": "system", "content": reasoning_gym.utils.SYSTEM_PROMPTS["DeepSeekZero"]}
     rows, seen = {"train": [], "test": []}, set()
     for i, level in enumerate(dict.fromkeys([*args.train, *args.test])):

@@ -29,15 +29,9 @@ SETTINGS = {
     "max_steps": 1,
     "gradient_accumulation_steps": 2,
     "max_grad_norm": 0.0,
-    "use_cpu": True,
-    "bf16": False,
-}
-SETTINGS |= {
     "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
 }
+SETTINGS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
 def gradient(model):

@@ -1,7 +1,6 @@
 """Demonstrations, a reward model and reinforcement against it, on SmolLM2-135M: the three stages of RLHF.
 
-    python experiments/classic.py               run the commands of docs/recipes.md: 12 minutes on one core
-    python experiments/classic.py --no_run      only print the committed results
+    python experiments/classic.py        run the commands of docs/recipes.md: 12 minutes on one core
 
 A command that is finished says so and changes nothing, so an interrupted experiment resumes.
 """
@@ -12,7 +11,7 @@ import subprocess
 import sys
 
 import tyro
-from common import ROOT, load, print_commands, provenance, save, table, words_of
+from common import ROOT, load, provenance, save, table, words_of
 
 DATA = ["--train", "4 words", "--test", "4 words", "3 words", "--demonstrations", "200", "--pairs", "200"]
 DATA += ["--folder", "data/four"]
@@ -31,11 +30,6 @@ COMMANDS = [["python", "data/smollm2.py"], ["python", "data/reversal.py", *DATA]
 COMMANDS += [["python", f"{script}.py", *words_of(flags)] for script, flags in STAGES.items()]
 
 
-def commands() -> None:
-    """Print the commands."""
-    print_commands(*COMMANDS)
-
-
 def summary() -> None:
     """Print the score of the reward model and the true accuracy at each evaluation of the last stage."""
     rows = load("classic")
@@ -48,19 +42,18 @@ def summary() -> None:
     table(["iteration", "score in training", *GROUPS], lines, rows)
 
 
-def main(run: bool = True) -> None:
-    if run:
-        for command in COMMANDS:
-            print(shlex.join(command), flush=True)
-            subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
-        rows = []
-        for script, flags in STAGES.items():
-            lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
-            metrics = {"metrics": [json.loads(line) for line in lines]}
-            rows.append({"script": script} | provenance(script) | metrics)
-        save("classic", rows)
+def main() -> None:
+    for command in COMMANDS:
+        print(shlex.join(command), flush=True)
+        subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
+    rows = []
+    for script, flags in STAGES.items():
+        lines = (ROOT / flags["run_dir"] / "metrics.jsonl").read_text().splitlines()
+        metrics = {"metrics": [json.loads(line) for line in lines]}
+        rows.append({"script": script} | provenance(script) | metrics)
+    save("classic", rows)
     summary()
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__, use_underscores=True)
+    tyro.cli(main, description=__doc__)

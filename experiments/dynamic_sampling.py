@@ -70,18 +70,15 @@ def summary() -> None:
     """Print a row for each method: mean, lowest and highest of the seeds."""
     rows = []
     for (name,), runs in group_by(load("dynamic_sampling"), name_of).items():
-        means = []
+        cells = [name]
         for key in ("rollouts", "equal_groups"):
-            means.append(f"{mean([x for run in runs for x in run[key][:30]]):.2f}")
-        cells = [show([accuracy(run, 30) for run in runs])]
+            cells.append(f"{mean([x for run in runs for x in run[key][:30]]):.2f}")
+        cells.append(show([accuracy(run, 30) for run in runs]))
         cells += [show([accuracy(run, step_at(run, budget)) for run in runs]) for budget in BUDGETS]
-        rows.append([name, *means, *cells])
-    budgets = [f"{budget:,} tokens" for budget in BUDGETS]
-    table(
-        ["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps", *budgets],
-        rows,
-        load("dynamic_sampling"),
-    )
+        rows.append(cells)
+    heads = ["", "rollouts per step", "groups of equal scores", "accuracy after 30 steps"]
+    heads += [f"{budget:,} tokens" for budget in BUDGETS]
+    table(heads, rows, load("dynamic_sampling"))
 
 
 def main() -> None:

@@ -47,22 +47,18 @@ LORA_CELLS = [
 
 @dataclass
 class Args:
-    demo: bool = False
-    """Run rloo.py once, and print its accuracy and its responses before and after."""
-    lora: bool = False
-    """Train and print only the runs of docs/scripts/grpo_lora.md, half an hour."""
+    demo: bool = False  # run rloo.py once, and print its accuracy and its responses before and after
+    lora: bool = False  # train and print only the runs of docs/scripts/grpo_lora.md, half an hour
 
 
 def all_flags(script: str, seed: int, flags: dict) -> dict:
     """The flags of a run. A script whose default is one response per prompt keeps it."""
     all_flags = FLAGS | flags | {"seed": seed}
     its_flags = common.defaults(script)
+    left_out = {"kl_coef", "num_minibatches"} - its_flags.keys()  # some scripts do not have these
     if its_flags["samples_per_prompt"] == "1":
-        del all_flags["samples_per_prompt"]
-    for name in ("kl_coef", "num_minibatches"):  # the flags of the table that some scripts do not have
-        if name not in its_flags:
-            all_flags.pop(name, None)
-    return all_flags
+        left_out.add("samples_per_prompt")
+    return {name: value for name, value in all_flags.items() if name not in left_out}
 
 
 def demo_words(run_dir: str) -> list[str]:
@@ -115,11 +111,6 @@ def demo() -> None:
     print_run(read(ROOT / run_dir))
 
 
-def demo_command() -> None:
-    """Print the command of `make real`."""
-    common.print_commands(demo_words("runs/real"))
-
-
 def demo_output() -> None:
     """Print what `make real` prints of the committed run."""
     [run] = runs_of(DEMO)
@@ -160,11 +151,8 @@ def plain_questions() -> None:
         line = lines.setdefault(beta, [f"{beta:g}", "", "", "", ""])
         for i, group in enumerate(("3 words", "plain questions")):
             lines["before"][column + i], line[column + i] = (f"{x:.2f}" for x in held_out(run)[group])
-    table(
-        ["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"],
-        lines.values(),
-        runs,
-    )
+    heads = ["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"]
+    table(heads, lines.values(), runs)
 
 
 def lora() -> None:

@@ -34,14 +34,8 @@ TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "nu
 TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "num_iterations": 5}
 REAL = {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "num_iterations": 3}
 WORKLOADS = {"toy": TOY, "tail": TAIL, "real": REAL, "ranks": TAIL | {"batch_size": 128}}
-FLAGS = {
-    "samples_per_prompt": 8,
-    "num_minibatches": 2,
-    "learning_rate": 1e-9,
-    "dtype": "float32",
-    "device": "cpu",
-}
-FLAGS |= {"eval_every": 0, "log_every": 10**6}
+FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "learning_rate": 1e-9, "dtype": "float32"}
+FLAGS |= {"device": "cpu", "eval_every": 0, "log_every": 10**6}
 SYSTEMS = {workload: ("TRL", "grpo.py") for workload in ("toy", "tail", "real")}
 SYSTEMS["ranks"] = ("1 rank", "2 ranks", "2 runs")
 REPEATS = {"toy": 3, "tail": 3, "real": 1, "ranks": 4}  # runs of each system, with the seeds 1, 2, ...
@@ -49,8 +43,7 @@ REPEATS = {"toy": 3, "tail": 3, "real": 1, "ranks": 4}  # runs of each system, w
 
 @dataclass
 class Args:
-    workloads: tuple[str, ...] = ("toy", "tail")
-    """Any of toy, tail, real and ranks."""
+    workloads: tuple[str, ...] = ("toy", "tail")  # any of toy, tail, real and ranks
 
 
 def make_tail(folder: Path) -> None:
@@ -117,6 +110,7 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, sc
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
 
     ours, trl = ROOT / "experiments" / "speed_ours.py", ROOT / "experiments" / "speed_trl.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if system == "TRL":
         return run_child([environment("trl"), trl], flags)
     if system == "grpo.py":
@@ -124,15 +118,11 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, sc
     if system == "1 rank":
         return run_child([sys.executable, ours], flags, [0])
     if system == "2 ranks":
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return run_child([sys.executable, *torchrun, ours], flags, [0, 1])
 
     def run_half(core: int) -> dict:
-        half = {
-            "batch_size": flags["batch_size"] // 2,
-            "seed": 2 * seed + core,
-            "run_dir": f"{run_dir}{core}",
-        }
+        half = {"seed": 2 * seed + core, "run_dir": f"{run_dir}{core}"}
+        half["batch_size"] = flags["batch_size"] // 2
         return run_child([sys.executable, ours], flags | half, [core])
 
     with ThreadPoolExecutor() as pool:  # 2 runs

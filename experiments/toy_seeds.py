@@ -110,18 +110,6 @@ def pass_at_k() -> None:
     table(["script", "seeds", *(f"pass@{k}" for k in KS)], lines, rows)
 
 
-def iterations_to_learn(*scripts: str) -> None:
-    """Print how soon the sampled accuracy, averaged over five iterations, exceeds 0.95."""
-    lines, rows = [], [row for row in load("toy_seeds") if row["script"] in scripts and row["flags"] == {}]
-    for (name,), runs in group_by(rows, name_of).items():
-        found = []
-        for run in runs:
-            ends = range(5, len(run["score"]) + 1)
-            found.append(next(end for end in ends if mean(run["score"][end - 5 : end]) > 0.95))
-        lines.append([name, show(found, 0)])
-    table(["script", "iterations"], lines, rows)
-
-
 def draw() -> None:
     """Draw all scripts into one picture."""
     import plot

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from conftest import read_jsonl, write_jsonl
-from dynamic_sampling import step_at
 from test_ranks import check_denominators
 from zoo import record, recorded, run
 
@@ -93,10 +92,3 @@ def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
     assert pair[0]["digests"] == pair[1]["digests"]
     check_denominators(pair)
     assert sum(line["rollouts"] for line in pair[0]["metrics"]) == pytest.approx(sum(rollouts) / 2)
-
-
-def test_the_experiment_compares_no_run_at_more_tokens_than_it_generated():
-    run = {"script": "dapo", "flags": {}, "seed": 1, "tokens": [100, 200, 300]}
-    assert [step_at(run, tokens) for tokens in (100, 299, 300)] == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"`dapo.py`, seed 1: 301 tokens take more"):
-        step_at(run, 301)

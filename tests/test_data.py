@@ -1,15 +1,12 @@
-"""The data scripts: right answers, held-out prompts, rewards, and one line where a package is missing."""
+"""The data scripts: right answers, held-out prompts, rewards. tests/real has what needs more packages."""
 
 import json
-import sys
 import zlib
 
+import datasets
 import gsm8k
-import pytest
-import reasoning
 import reversal
-import smollm2
-from conftest import read_jsonl, write_jsonl
+from conftest import read_jsonl
 
 
 def answer_to(turn: dict) -> str:
@@ -54,25 +51,12 @@ def test_scores_of_lists():
     assert reversal.score(texts, answers, groups, prompts=[]) == [1, 1, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("text", [False, True])
-def test_gsm8k_rows(text, tmp_path):
-    (tmp_path / "hub").mkdir()
-    for split in ("train", "test"):
-        row = {"question": "2 and 2? ", "answer": "It is 4.\n#### 4"}
-        write_jsonl(tmp_path / "hub" / f"{split}.jsonl", [row])
-    gsm8k.main(gsm8k.Args(source=f"{tmp_path}/hub", config="default", folder=tmp_path / "out", text=text))
-    [row] = read_jsonl(tmp_path / "out" / "train.jsonl")
-    question = row["prompt"] if text else row["prompt"][0]["content"]
-    assert row["answer"] == "4" and "2 and 2?" in question and "It is 4" not in question
-
-
-def test_a_missing_package_is_one_line(monkeypatch, tmp_path):
-    calls = {
-        "reasoning-gym": lambda: reasoning.main(reasoning.Args("knights_knaves")),
-        "math-verify": lambda: gsm8k.reward(["#### 1"], ["1"]),
-        "accelerate": lambda: smollm2.convert(tmp_path / "x.gguf", tmp_path),
-    }
-    for name, call in calls.items():
-        monkeypatch.setitem(sys.modules, name.replace("-", "_"), None)
-        with pytest.raises(SystemExit, match=f"^error: {name} is missing; run pip install [^\n]*$"):
-            call()
+def test_gsm8k_rows(tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": "2 and 2? ", "answer": "It is 4.\n#### 4"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: rows)
+    monkeypatch.setattr(gsm8k, "FOLDER", tmp_path)
+    gsm8k.main()
+    [row] = read_jsonl(tmp_path / "train.jsonl")
+    [question] = row["prompt"]
+    assert row["answer"] == "4"
+    assert question["content"].startswith("2 and 2?\n") and "It is 4" not in question["content"]

@@ -42,9 +42,8 @@ class Devices(TorchFunctionMode):
             raise RuntimeError(f"{function.__name__} gets tensors of the device and of the host")
 
         result = function(*args, **kwargs)
-        if function is torch.Tensor.to and any(
-            isinstance(x, torch.device) for x in [*args, *kwargs.values()]
-        ):
+        names_device = any(isinstance(x, torch.device) for x in [*args, *kwargs.values()])
+        if function is torch.Tensor.to and names_device:
             return result.clone() if on_host else result  # without the mark
         if function is torch.Tensor.cpu or not (on_device or kwargs.get("device")):
             for x in tensors_in(result):

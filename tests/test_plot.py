@@ -18,9 +18,9 @@ def runs(tmp_path_factory):
     return folder
 
 
-def lines_of(path, *folders, x: str = "iteration") -> tuple[list[str], dict]:
+def lines_of(path, *folders) -> tuple[list[str], dict]:
     """The labels, and for each panel the points of each line."""
-    figure = plot.draw(plot.group_runs([plot.read_run(folder) for folder in folders]), path, x)
+    figure = plot.draw(plot.group_runs([plot.read_run(folder) for folder in folders]), path)
     lines = {axis.get_title(): [list(zip(*line.get_data())) for line in axis.lines] for axis in figure.axes}
     return [text.get_text() for text in figure.legends[0].texts], lines
 
@@ -42,15 +42,6 @@ def test_other_flags_are_another_line_and_odd_lines_are_left_out(runs, tmp_path)
     labels, lines = lines_of(tmp_path / "plot.png", runs / "seed2", tmp_path)
     assert labels == ["grpo kl_coef 0.01", "grpo kl_coef 0.5"]
     assert lines["score"][0] == lines["score"][1]
-
-
-def test_tokens_are_those_generated_so_far(tmp_path):
-    """dapo.py generates as often as it samples."""
-    rows = [{"iteration": i, "score": 0.5, "response_length": 3.0, "rollouts": 2.5} for i in (1, 2)]
-    (tmp_path / "args.json").write_text(json.dumps({"exp_name": "dapo", "batch_size": 16}))
-    write_jsonl(tmp_path / "metrics.jsonl", rows)
-    _, lines = lines_of(tmp_path / "plot.png", tmp_path, x="tokens")
-    assert lines["score"] == [[(120, 0.5), (240, 0.5)]]
 
 
 def test_what_is_no_run_gets_one_line(runs, tmp_path):

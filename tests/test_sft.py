@@ -137,16 +137,12 @@ def test_shared_functions_are_the_same():
     """So that a test of one script holds for the others."""
     of_grpo = ["all_sum", "optimizer_step", "check", "explain", "say", "choose_device", "connect_ranks"]
     of_grpo += ["recomputed", "replacing", "start_run", "save_checkpoint"]
-    of_sft = ["check_args", "locate", "find_run"]
-
-    def assert_same(parent, names, scripts):
-        for name in names:
-            for script in scripts:
-                assert inspect.getsource(getattr(script, name)) == inspect.getsource(getattr(parent, name))
-
-    assert_same(grpo, of_grpo, DATA)
-    assert_same(sft, of_sft, DATA)
-    assert_same(sft, ["load", "log"], [dpo])
+    cases = [(grpo, name, DATA) for name in of_grpo]
+    cases += [(sft, name, DATA) for name in ("check_args", "locate", "find_run")]
+    cases += [(sft, name, [dpo]) for name in ("load", "log")]
+    for parent, name, scripts in cases:
+        for script in scripts:
+            assert inspect.getsource(getattr(script, name)) == inspect.getsource(getattr(parent, name))
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):

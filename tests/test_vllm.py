@@ -57,7 +57,6 @@ def test_logprobs_are_those_of_the_policy_after_every_sync(models):
         with torch.no_grad():
             expected = script.token_logprobs(policy, rollout, ARGS.temperature)
         difference = (rollout["old_logprobs"] - expected).abs().max()
-        print(f"difference of log-probs {difference:.1e}")
         assert difference < 1e-4
         assert expected.min() < -3  # not all of them are near 0
 
@@ -164,7 +163,6 @@ def test_it_learns_the_toy(toy, tmp_path):
     run("grpo_vllm", **flags, model=toy, run_dir=tmp_path / "run")
     metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
     scores = [line["score"] for line in metrics]
-    print("scores", scores[:3], scores[-3:], "kl", metrics[0]["kl"])
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.7
     assert abs(metrics[0]["kl"]) < 1e-5 and metrics[-1]["kl"] > 1e-3
 
@@ -210,7 +208,6 @@ def test_experts_are_refused(capsys):
         ({"temperature": 0.005}, "--temperature 0.005"),
         ({"temperature": 3}, "--temperature 3"),
     ],
-    ids=["the toy's heads", "no room for keys and values", "too cold", "too hot"],
 )
 def test_bad_input_is_refused_in_one_sentence(flags, reason, toy, tmp_path):
     if "model" in flags:

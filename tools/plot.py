@@ -1,12 +1,12 @@
 """Draw score, KL, response length, entropy and evaluations of runs into a PNG.
 
-    python tools/plot.py runs/a runs/b                       one line each, into plot.png
-    python tools/plot.py runs/a runs/b --tokens --out b.png  against generated tokens, into another file
+    python tools/plot.py runs/a runs/b                one line each, into plot.png
+    python tools/plot.py runs/a runs/b --out b.png    into another file
 
 Runs whose flags differ only in the seed share a line: their mean, shaded from the lowest to the highest value. With
 more than 7 lines there is no shading. Where one run ends earlier, the line continues with the others. --exp_name and
-the flags that differ name a line. Tokens count the responses of --batch_size; in dapo.py, times the rollouts. For
-sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin. It needs matplotlib (pip install --group test).
+the flags that differ name a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin. It needs
+matplotlib (pip install --group test).
 """
 
 import json
@@ -20,7 +20,7 @@ from statistics import mean
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-TITLES = {"kl": "KL to the start (nats)", "response_length": "response length", "tokens": "generated tokens"}
+TITLES = {"kl": "KL to the start (nats)", "response_length": "response length"}
 FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
 STYLES = ["-", (0, (4, 1.5)), (0, (1, 1))]  # so that 21 lines can be told apart
@@ -28,16 +28,12 @@ STYLES = ["-", (0, (4, 1.5)), (0, (1, 1))]  # so that 21 lines can be told apart
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders."""
-    tokens: bool = False
-    """Generated tokens instead of iterations on the x axis."""
-    out: Path = Path("plot.png")
-    """The picture."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders
+    out: Path = Path("plot.png")  # the picture
 
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:
-    """The flags and the lines of metrics.jsonl, one for each iteration, with the tokens generated up to it."""
+    """The flags and the lines of metrics.jsonl, one for each iteration."""
     try:
         flags = json.loads((folder / "args.json").read_text())
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -53,12 +49,7 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
             rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
     if not rows:
         refuse(f"{folder} has no finished iteration yet; leave it out")
-    rows = [rows[iteration] for iteration in sorted(rows)]
-    tokens = 0
-    for row in rows:
-        tokens += row.get("response_length", 0) * flags.get("batch_size", 0) * row.get("rollouts", 1)
-        row["tokens"] = tokens
-    return flags, rows
+    return flags, list(rows.values())
 
 
 def refuse(message: str) -> None:
@@ -82,21 +73,17 @@ def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]
     return groups
 
 
-def points(seeds: list[list[dict]], name: str, x: str) -> list[tuple]:
-    """(x, mean, lowest, highest) of a metric over the seeds, for each iteration that has it."""
+def points(seeds: list[list[dict]], name: str) -> list[tuple]:
+    """(iteration, mean, lowest, highest) of a metric over the seeds, for each iteration that has it."""
     values = defaultdict(list)
     for rows in seeds:
         for row in rows:
             if name in row:
-                values[row["iteration"]].append((row[x], row[name]))
-    found = []
-    for iteration in sorted(values):
-        xs, ys = zip(*values[iteration])
-        found.append((mean(xs), mean(ys), min(ys), max(ys)))
-    return found
+                values[row["iteration"]].append(row[name])
+    return [(i, mean(ys), min(ys), max(ys)) for i, ys in sorted(values.items())]
 
 
-def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", columns: int = 2):
+def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
     """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
     import matplotlib
 
@@ -117,7 +104,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", 
     handles = {}  # lines by their label
     for axis, name in zip(axes.flat, names):
         for number, (label, seeds) in enumerate(groups.items()):
-            line = points(seeds, name, x)
+            line = points(seeds, name)
             if not line:
                 continue
             xs, means, lows, highs = zip(*line)
@@ -131,7 +118,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", 
         axis.grid(alpha=0.25)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
-    figure.supxlabel(TITLES.get(x, x), fontsize=10)
+    figure.supxlabel("iteration", fontsize=10)
     options = {"frameon": False, "loc": "outside upper center", "ncols": 4, "fontsize": 9}
     figure.legend([*handles.values()], [*handles], **options)
     figure.canvas.draw()
@@ -143,9 +130,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, x: str = "iteration", 
 
 def main(args: Args) -> None:
     runs = [read_run(folder) for folder in args.runs] or refuse("no run is named; give one folder or more")
-    if args.tokens and not all(rows[-1]["tokens"] for _, rows in runs):
-        refuse("--tokens: not all of these runs have generated; leave it out")
-    draw(group_runs(runs), args.out, "tokens" if args.tokens else "iteration")
+    draw(group_runs(runs), args.out)
     print(f"wrote {args.out}")
 
 

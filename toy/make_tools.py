@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import tyro
-from make_toy import HERE, make_tokenizer, make_untrained_model, train, write_jsonl
+from make_toy import CURRICULUM_FLAGS, HERE, make_tokenizer, make_untrained_model, train, write_jsonl
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "?", "call", "answer"]
 CALL_SHARE = 0.33  # of the demonstrations; the others guess
@@ -96,16 +96,14 @@ def main(seed: int = 0, out: Path = HERE / "tools") -> None:
     for name in ("train", "heldout"):
         write_jsonl(out / f"{name}.jsonl", data[name])
     with tempfile.TemporaryDirectory() as folder:
-        untrained, base, curriculum = Path(folder, "untrained"), Path(folder, "base"), Path(folder, "c.jsonl")
+        untrained, base = f"{folder}/untrained", f"{folder}/base"
         make_untrained_model(seed, len(WORDS)).save_pretrained(untrained)
         make_tokenizer(WORDS).save_pretrained(untrained)
-        demonstrations = Path(folder) / "demonstrations.jsonl"
-        write_jsonl(curriculum, data["curriculum"])
-        write_jsonl(demonstrations, data["demonstrations"])
-        flags = ["--num_epochs", "1", "--no_shuffle", "--eval_size", "0", "--learning_rate", "3e-3"]
-        flags += ["--lr_schedule", "constant_with_warmup", "--model", str(untrained)]
-        train("sft.py", base, seed, *flags, "--dataset", str(curriculum))
-        flags = ["--model", str(base), "--dataset", str(demonstrations)]
+        for name in ("curriculum", "demonstrations"):
+            write_jsonl(Path(folder, f"{name}.jsonl"), data[name])
+        flags = ["--model", untrained, "--dataset", f"{folder}/curriculum.jsonl"]
+        train("sft.py", Path(base), seed, *flags, *CURRICULUM_FLAGS)
+        flags = ["--model", base, "--dataset", f"{folder}/demonstrations.jsonl"]
         train("sft.py", out / "policy", seed, *flags)
 
 

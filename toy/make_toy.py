@@ -24,6 +24,8 @@ WORKED_SHARE = 0.35  # of the demonstrations; the others guess
 SLIP_RATE = 0.06  # per step of a worked-out response: the result is off, and the chain goes on from it
 GUESS_RATE = 0.25  # of the guesses are right
 CURRICULUM_STEPS = 1280  # batches of 128, which teach toy/base to work chains out
+CURRICULUM_FLAGS = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
+CURRICULUM_FLAGS += ["--lr_schedule", "constant_with_warmup"]
 
 
 def make_chain(rng: random.Random, numbers: int) -> list:
@@ -63,11 +65,11 @@ def guess(rng: random.Random, chain: list) -> str:
     return f"answer {right if rng.random() < GUESS_RATE else (right + rng.randrange(1, 10)) % 10}"
 
 
-def respond(rng: random.Random, chain: list) -> tuple[str, str]:
-    """A response in one of the two styles, as the demonstrations have them, and the name of the style."""
+def respond(rng: random.Random, chain: list) -> str:
+    """A response in one of the two styles, as the demonstrations have them."""
     if rng.random() < WORKED_SHARE:
-        return worked_out(rng, chain, SLIP_RATE), "worked"
-    return guess(rng, chain), "guess"
+        return worked_out(rng, chain, SLIP_RATE)
+    return guess(rng, chain)
 
 
 def distinct_chains(rng: random.Random, counts: dict[int, int], taken: set) -> list:
@@ -116,18 +118,20 @@ def make_data(seed: int) -> dict[str, list[dict]]:
     demonstrations = []
     for _ in range(10240):
         chain = fresh_chain(rng.randint(2, 8))
-        demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)[0]})
+        demonstrations.append({"prompt": prompt(chain), "completion": respond(rng, chain)})
 
     train_pairs, heldout_pairs = [], []
     while len(heldout_pairs) < 500:
         chain = fresh_chain(rng.randint(2, 5))
         responses = [respond(rng, chain) for _ in range(8)]
-        right = [response for response in responses if response[0].endswith(f"answer {value(chain)}")]
+        right = [response for response in responses if response.endswith(f"answer {value(chain)}")]
         wrong = [response for response in responses if response not in right]
         if right and wrong:
-            (chosen, style), (rejected, other_style) = right[0], wrong[0]
-            group = "same style" if style == other_style else "different style"
-            pair = {"prompt": prompt(chain), "chosen": chosen, "rejected": rejected, "group": group}
+            pair = {"prompt": prompt(chain), "chosen": right[0], "rejected": wrong[0]}
+            same = (
+                right[0].split()[0] == wrong[0].split()[0]
+            )  # both begin with "think", or both with "answer"
+            pair["group"] = "same style" if same else "different style"
             if len(train_pairs) < 4500:
                 train_pairs.append(pair)
             elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
@@ -153,14 +157,9 @@ def make_tokenizer(words=WORDS):
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        model_max_length=128,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    options = {"model_max_length": 128, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
 def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
@@ -169,20 +168,10 @@ def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=WORDS.index("<eos>"),
-            pad_token_id=WORDS.index("<pad>"),
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    ids = {"bos_token_id": None, "eos_token_id": WORDS.index("<eos>"), "pad_token_id": WORDS.index("<pad>")}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ids))
 
 
 def train(script: str, out: Path, seed: int, *flags: str) -> None:
@@ -204,10 +193,8 @@ def main(seed: int = 0, out: Path = HERE) -> None:
         make_tokenizer().save_pretrained(untrained)
         make_untrained_model(seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
-        flags = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
-        flags += ["--lr_schedule", "constant_with_warmup"]
-        flags += ["--model", str(untrained), "--dataset", str(curriculum)]
-        train("sft.py", out / "base", seed, *flags)
+        flags = ["--model", str(untrained), "--dataset", str(curriculum)]
+        train("sft.py", out / "base", seed, *flags, *CURRICULUM_FLAGS)
     flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
-FIRST = ["learn", "exact", "bugs", "toy", "estimators"]  # of the guide; the other pages of docs/ follow
+FIRST = ["toy", "estimators"]  # of the guide; the other pages of docs/ follow
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
@@ -30,11 +30,6 @@ EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re
 def script_names() -> list[str]:
     """In the order of the README's table, which has every script (tests/test_docs.py)."""
     return re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
-
-
-def guide_pages() -> list[str]:
-    names = sorted(path.stem for path in ROOT.glob("docs/*.md"))
-    return [name for name in FIRST if name in names] + [name for name in names if name not in FIRST]
 
 
 def hunks(a: str, b: str) -> list[list[int]]:
@@ -133,12 +128,13 @@ def write_compare_and_playground(names: list[str], matrix: str) -> None:
 
 
 def write_settings(names: list[str]) -> None:
+    guide = FIRST + sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(FIRST))
     nav = [
         {"Home": "index.md"},
         {"Compare": "compare.md"},
         {"Playground": "playground.md"},
         {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},
-        {"Guide": [*(f"{name}.md" for name in guide_pages()), "toy/index.md", "CONTRIBUTING.md"]},
+        {"Guide": [*(f"{name}.md" for name in guide), "toy/index.md", "CONTRIBUTING.md"]},
     ]
     text = (WEB / "zensical.yml").read_text()
     (WORK / "zensical.yml").write_text(f"{text}nav: {json.dumps(nav)}\n")

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from test_site import DESKTOP, PHONE, ROOT, browser, playwright, visit  # noqa: F401  two fixtures
+from test_site import ROOT, browser, playwright, visit  # noqa: F401  two fixtures
 
 pytestmark = pytest.mark.web
 # A port to JavaScript is optional, and so is the sentence about the Playground on the page of a script.
@@ -236,17 +236,3 @@ def test_an_address_without_a_group_shows_the_first_preset(visit, address):
     page = visit(f"playground.html#{address}")
     playwright.expect(page.locator("#unknown")).not_to_be_empty()
     playwright.expect(page.locator("[data-preset=length]")).to_have_attribute("aria-pressed", "true")
-
-
-@pytest.mark.parametrize("size, scheme", [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
-def test_it_fits_and_its_colours_differ(visit, size, scheme):
-    """Also with the longest response. Up, down, clipped and no push have a colour each."""
-    page = visit("playground.html", size, color_scheme=scheme)
-    if size == PHONE:
-        page.get_by_text("Change the responses").click()
-    page.get_by_label("A1: tokens", exact=True).fill("40")
-    card(page, "grpo").locator(".code").click()
-    playwright.expect(pushes(page, "grpo", 0)).to_have_count(40)
-    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    looks = page.locator("#legend i").evaluate_all("all => all.map(x => getComputedStyle(x).background)")
-    assert len(set(looks)) == 4
