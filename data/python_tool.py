@@ -1,7 +1,6 @@
 """Python as a tool of reinforce_pp_tools.py: run the code with which a response ends, and answer with its output.
 
     --tool data/python_tool.py:fenced --call_end '```'     answers a ```python block with an ```output block
-    --tool data/python_tool.py:chat                        answers the <tool_call> of Qwen's chat template, at its EOS
 
 Each call runs in a new process and session, with an empty environment and an empty folder. Its time, CPU time, memory,
 file size and output are limited, and the process is killed together with its children. This is no sandbox: the code
@@ -9,7 +8,6 @@ runs as your user, can read your files (the environment of the training process 
 can start processes that outlive the call. Train in a container without secrets and without a network. Linux and macOS.
 """
 
-import json
 import os
 import re
 import signal
@@ -62,19 +60,3 @@ def fenced(text: str) -> str | None:
     """The answer to a response that ends in a closed block of Python."""
     block = re.search(r"```python\n((?:(?!```).)*)```\s*\Z", text, re.DOTALL)
     return f"\n```output\n{run(block[1])}\n```\n" if block else None
-
-
-def chat(text: str) -> str | None:
-    """The answer to a turn with calls {"name": "python", "arguments": {"code": "..."}}, and the start of the next."""
-    turn = text.rpartition("<|im_start|>assistant\n")[2]
-    calls = re.findall(r"<tool_call>(.*?)</tool_call>", turn, re.DOTALL)
-    if not calls or not turn.endswith("<|im_end|>"):
-        return None
-    answers = []
-    for call in calls:
-        try:
-            answer = run(json.loads(call)["arguments"]["code"])
-        except Exception as error:
-            answer = f"no call: {error!r}"
-        answers.append(f"<tool_response>\n{answer}\n</tool_response>\n")
-    return f"\n<|im_start|>user\n{''.join(answers)}<|im_end|>\n<|im_start|>assistant\n"

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import python_tool
@@ -218,6 +219,10 @@ PROGRAMS = {  # code, what the answer contains
 }
 
 
+def processes() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_python_tool_survives(name, monkeypatch):
     monkeypatch.setattr(python_tool, "SECONDS", 2)
@@ -226,14 +231,10 @@ def test_the_python_tool_survives(name, monkeypatch):
     answer = python_tool.fenced(f"I compute:\n```python\n{code}\n```")
     assert re.search(pattern, answer, re.DOTALL) and len(answer) < 1200
     assert answer.startswith("\n```output\n") and answer.endswith("\n```\n")
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert f"{sys.executable} -sPc" not in processes
+    end = time.monotonic() + 30
+    while f"{sys.executable} -sPc" in processes():  # a process that was killed may take a moment to go
+        assert time.monotonic() < end
 
 
 def test_the_python_tool_answers_the_end_of_a_call_only():
     assert python_tool.fenced("```python\nprint(1)\n") is None and python_tool.fenced("no code") is None
-    call = '<tool_call>\n{"name": "python", "arguments": {"code": "print(3)"}}\n</tool_call>'
-    turn = f"<|im_start|>assistant\n{call}<|im_end|>"
-    assert "<tool_response>\n3\n</tool_response>" in python_tool.chat(turn)
-    assert "no call" in python_tool.chat(turn.replace('"code"', '"text"'))
-    assert python_tool.chat(turn.removesuffix("<|im_end|>")) is None
