@@ -12,10 +12,10 @@ original_log = grpo.log
 last_end = None
 
 
-def timed_log(run_dir, wandb_run, iteration, metrics, *arguments, **options):
+def timed_log(args, run_dir, iteration, metrics, samples):
     """The last call of an iteration. The first line has no seconds: setup would be in them."""
     global last_end
-    original_log(run_dir, wandb_run, iteration, metrics, *arguments, **options)
+    original_log(args, run_dir, iteration, metrics, samples)
     now = time.perf_counter()
     line = {"seconds": last_end and now - last_end, "lengths": metrics["response_length"]}
     if grpo.RANK == 0:

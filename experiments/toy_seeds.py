@@ -63,7 +63,7 @@ def count_successes(script: str, folder: Path) -> list[int]:
         rollout = module.generate(model, tokenizer, ids, args, SAMPLES)
     texts = module.decode(tokenizer, rollout, skip_special_tokens=True)
     repeated = [answer for answer in answers for _ in range(SAMPLES)]
-    scores = module.exact_answer("answer", texts, repeated)
+    scores = module.exact_answer("answer")(texts, repeated)
     return [int(sum(scores[i : i + SAMPLES])) for i in range(0, len(scores), SAMPLES)]
 
 

@@ -60,10 +60,11 @@ class Recorder:
         self.script = script
         self.sample = sample
         self.dtype = torch.float32 if sample else torch.float64
-        names = ("load", "load_critic", "score", "generate", "compute_advantages", "policy_loss")
+        names = ["load_model", "load", "load_critic", "score", "generate", "rollout_logprobs"]
+        names += ["compute_advantages", "policy_loss"]
         self.original = {name: getattr(script, name) for name in names if hasattr(script, name)}
         self.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-        self.models = []  # as they were loaded: policy, reference
+        self.models = []  # as they were loaded: the policy first
         self.trained = {}  # the parameters of each model with an optimizer
         self.seen = {
             "prompts": [],  # token ids of the prompt of each sampled response
@@ -77,19 +78,27 @@ class Recorder:
             "kept": [],  # for each step, the share of the weights that this rank keeps
         }
 
+    def load_model(self, *args):
+        model, tokenizer = self.original["load_model"](*args)
+        self.models.append(model.to(self.dtype))
+        return self.models[-1], tokenizer
+
     def load(self, *args):
-        """With a fixed rollout the second model, the reference, is not the policy, so that their KL is not 0."""
+        """As load_model, in sft.py, reward_model.py and dpo.py."""
         model, tokenizer = self.original["load"](*args)
-        model = model.to(self.dtype)
-        self.models.append(model)
-        if len(self.models) == 2 and not self.sample:
+        self.models.append(model.to(self.dtype))
+        return self.models[-1], tokenizer
+
+    def rollout_logprobs(self, args, model, rollout):
+        """With a fixed rollout the reference is not the policy, so that their KL is not 0."""
+        if not self.sample and not self.seen["kl_errors"]:
             for parameter in model.parameters():
                 parameter.data *= 1.1
-        return model, tokenizer
+        return self.original["rollout_logprobs"](args, model, rollout)
 
-    def load_critic(self, args, tokenizer, device):
+    def load_critic(self, *args):
         """With another head than zeros, at which values and the decoder's gradient would be 0."""
-        critic = self.original["load_critic"](args, tokenizer, device)
+        critic = self.original["load_critic"](*args)
         weight = critic["head"].weight.data
         weight.copy_(torch.linspace(-1, 1, weight.numel()))
         return critic
@@ -161,7 +170,7 @@ class Recorder:
             for name in self.original:
                 patch.setattr(self.script, name, getattr(self, name))
             patch.setattr(torch.nn.utils, "clip_grad_norm_", self.record_gradient)
-            patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
+            patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # there is one already
             patch.setattr(dist, "destroy_process_group", lambda: None)
             torch.set_default_dtype(self.dtype)
             self.script.main(args)

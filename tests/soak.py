@@ -85,7 +85,9 @@ def start(script: str, ranks: int, run_dir: Path, *flags: str, kill: str = "") -
 def without_clock(path: Path) -> list[dict]:
     """The lines of a .jsonl without the metrics that depend on the time."""
     lines = [json.loads(line) for line in path.open()]
-    return [{k: v for k, v in line.items() if not k.endswith("per_second")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k != "seconds" and not k.endswith("per_second")} for line in lines
+    ]
 
 
 def equal(a, b) -> bool:

@@ -23,19 +23,22 @@ DATA = {
     "no_answer": [{"prompt": "3 ?"}] * 16,
     "null_answer": [GOOD | {"answer": None}] * 16,
     "few": [GOOD],
+    "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
+    "new_word": [{"prompt": "3 new", "answer": "3"}] * 16,
+    "taken": [GOOD | {"completions": "3"}] * 16,
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
 def text(completions, **columns): return ["good"] * len(completions)
+def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
-def raises(completions, **columns): raise RuntimeError("the judge is asleep")
+def raises(completions, **columns): raise KeyError("the judge is asleep")
 """
-OWN_FOLDER = """
+OWN_FLAGS = """
 import os, runpy, sys
 
-script, folder, *flags = sys.argv[1:]
-sys.argv = [script, "--run_dir", f"{folder}/{os.environ['RANK']}", *flags]
-runpy.run_path(script, run_name="__main__")
+sys.argv = [word.replace("RANK", os.environ["RANK"]) for word in sys.argv[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -46,6 +49,7 @@ def bad(tmp_path_factory):
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
+    (folder / "nan.jsonl").write_text('{"prompt": "3 ?", "answer": 3}\n{"prompt": "3 ?", "answer": NaN}\n')
     (folder / "torn.parquet").write_bytes(b"PAR1, and then nothing of a table")
     (folder / "reward.py").write_text(REWARDS)
 
@@ -66,6 +70,12 @@ def bad(tmp_path_factory):
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.add_tokens(["new"])
+    save(folder / "chat", make_model("llama"), tokenizer)
+    with torch.no_grad():
+        toy.model.norm.weight[3] = math.nan
+    save(folder / "nan", toy, transformers.AutoTokenizer.from_pretrained(TOY / "policy"))
     shutil.copytree(TOY / "reward_model", folder / "three")
     auto = transformers.AutoModelForSequenceClassification
     auto.from_pretrained(TOY / "policy", num_labels=3).save_pretrained(folder / "three")
@@ -80,28 +90,36 @@ CASES = {
     "model in a pickle": ("--model {bad}/pickled",),
     "model with code": ("--model {bad}/remote",),
     "model without tokenizer": ("--model {bad}/no_tokenizer",),
-    "model without head": ("--model {bad}/body_only", "1 weights missing"),
+    "model without head": ("--model {bad}/body_only", "use a policy"),
     "model without EOS": ("--model {bad}/no_eos", "no EOS"),
-    "reward model as policy": ("--model {toy}/reward_model", "use another"),
+    "reward model as policy": ("--model {toy}/reward_model", "use a policy"),
+    "weights not finite": ("--model {bad}/nan", "not finite"),
+    "ids beyond the embeddings": (
+        "--model {bad}/chat --dataset {bad}/new_word.jsonl",
+        "row 0",
+        "beyond the 22",
+    ),
+    "NaN in a .jsonl": ("--dataset {bad}/nan.jsonl", "row 1", "NaN"),
+    "columns of the script": ("--dataset {bad}/taken.jsonl", "completions", "rename"),
+    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", "no content"),
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
     "dataset empty": ("--dataset {bad}/empty.jsonl",),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
     "parquet torn": ("--dataset {bad}/torn.parquet",),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
-    "chat without template": ("--dataset {bad}/chat.jsonl", "need a --model with a template"),
-    "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "`answer`"),
-    "answer null": ("--dataset {bad}/null_answer.jsonl --reward exact_answer", "`answer`"),
-    "eval_dataset missing": ("--eval_dataset no/such.jsonl",),
+    "chat without template": ("--dataset {bad}/chat.jsonl", "row 0", "chat template"),
+    "answer missing": ("--reward exact_answer --dataset {bad}/no_answer.jsonl", "row 0", "`answer`"),
+    "answer null": ("--reward exact_answer --dataset {bad}/null_answer.jsonl", "row 0", "`answer`"),
+    "eval_dataset missing": ("--eval_every 1 --eval_dataset no/such.jsonl",),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "or more"),
     "prompts too long": ("--max_prompt_length 2", "0 of 16", "or more"),
     "beyond the positions": ("--max_response_length 125", "129", "128"),
     "reward misspelled": ("--reward exact_anwser",),
-    "reward raises": ("--reward {bad}/reward.py:raises", "is asleep"),
-    "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not give 16 finite scores"),
-    "scores that are text": ("--reward {bad}/reward.py:text",),
-    "scores not finite": ("--reward {bad}/reward.py:nan", "finite scores"),
-    "reward model a causal LM": ("--reward {toy}/policy", "1 weights missing"),
-    "reward model of 3 outputs": ("--reward {bad}/three", "several outputs"),
+    "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not return 16 finite scores"),
+    "scores that are text": ("--reward {bad}/reward.py:text", "return a number"),
+    "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
+    "reward model a causal LM": ("--reward {toy}/policy", "use a reward model"),
+    "reward model of 3 outputs": ("--reward {bad}/three", "one output"),
 }
 
 
@@ -135,12 +153,25 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for name, value in {"seed": 2, "dataset": bad / "no_answer.jsonl", "reward_clip": 3.0}.items():
         said = refused(capsys, run, "grpo", **flags | {name: value})
-        assert f"--run_dir {tmp_path / 'run'}: is another run" in said
-        assert f"--{name} {value}, was" in said and said.count(", was") == 1
-    assert "--exp_name ppo, was grpo" in refused(capsys, run, "ppo", **flags)
-    said = refused(capsys, run, "grpo", **flags | {"lr_schedule": "linear", "num_iterations": 2})
-    assert "--lr_schedule linear" in said and "--num_iterations 2, was 1" in said
+        assert f"--run_dir {tmp_path / 'run'}: has --{name} " in said and f"not {value}" in said
+    assert "--exp_name grpo, not ppo" in refused(capsys, run, "ppo", **flags)
+    said = refused(capsys, run, "grpo", **flags | {"anneal_lr": True, "num_iterations": 2})
+    assert "has --num_iterations 1, not 2" in said or "has --anneal_lr False, not True" in said
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
+    """And sys.exit() does not end the run as if it had succeeded."""
+    with pytest.raises(KeyError, match="asleep") as caught:
+        run("grpo", dataset=bad / "good.jsonl", run_dir=tmp_path / "one", reward=f"{bad}/reward.py:raises")
+    assert caught.traceback[-1].name == "raises"
+    with pytest.raises(RuntimeError, match="called sys"):
+        run("grpo", dataset=bad / "good.jsonl", run_dir=tmp_path / "two", reward=f"{bad}/reward.py:leaves")
+
+
+def test_a_real_model_with_the_toys_defaults_is_warned_of(bad, tmp_path, capsys):
+    run("grpo", model=bad / "chat", dataset=bad / "good.jsonl", run_dir=tmp_path, num_iterations=1)
+    assert "warning: --learning_rate, --dtype: " in capsys.readouterr().out
 
 
 def refused_on_two_ranks(*command) -> str:
@@ -157,14 +188,33 @@ def test_one_line_for_all_ranks(bad, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_that_not_all_ranks_see(bad, tmp_path):
+@pytest.fixture
+def own_flags(tmp_path):
+    """A program that starts a script with RANK replaced in its flags."""
+    (tmp_path / "own_flags.py").write_text(OWN_FLAGS)
+    return tmp_path / "own_flags.py"
+
+
+def test_a_run_folder_that_not_all_ranks_see(own_flags, bad, tmp_path):
     """Rank 0 finds a checkpoint and rank 1 none, as on two machines without a common file system. One line for both."""
-    (tmp_path / "own_folder.py").write_text(OWN_FOLDER)
     flags = words_of(dataset=bad / "good.jsonl", batch_size=16, num_iterations=1)
     more = ["--device", "cpu", "--max_response_length", 8, "--run_dir", tmp_path / "0"]
     launch(ROOT / "grpo.py", *flags, *more, ranks=2)
     before = (tmp_path / "0" / "metrics.jsonl").read_bytes()
-    said = refused_on_two_ranks(tmp_path / "own_folder.py", ROOT / "grpo.py", tmp_path, *flags)
-    assert "--run_dir" in said and "use a shared folder" in said
+    said = refused_on_two_ranks(own_flags, ROOT / "grpo.py", "--run_dir", tmp_path / "RANK", *flags)
+    assert "the ranks differ in" in said and "checkpoint.pt" in said
     assert (tmp_path / "0" / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "1").exists()
+
+
+def test_ranks_with_other_flags_rows_or_weights(own_flags, bad, tmp_path):
+    for rank, answer in (("0", "8"), ("1", "9")):
+        write_jsonl(tmp_path / f"data{rank}.jsonl", [GOOD | {"answer": answer}] * 16)
+        save(tmp_path / f"model{rank}", make_model("llama", seed=int(rank)), make_tokenizer())
+    flags = words_of(
+        seed="RANK", dataset=tmp_path / "dataRANK.jsonl", model=tmp_path / "modelRANK", batch_size=16
+    )
+    said = refused_on_two_ranks(own_flags, ROOT / "grpo.py", "--run_dir", tmp_path / "run", *flags)
+    for name in ("weights", "rows of --dataset", "--seed", "--dataset", "--model"):
+        assert name in said
+    assert "checkpoint.pt" not in said and not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from conftest import read_jsonl, write_jsonl
 from test_ranks import check_denominators
-from zoo import record, recorded, run
+from zoo import record, recorded, refused, run
 
 import dapo
 
@@ -17,8 +17,12 @@ def f(prompts, completions, **columns):  # by the response where the prompt begi
 
 @pytest.fixture
 def flags(tmp_path):
-    """16 prompts, of which 4 have groups of different scores; 4 groups of 8 make a batch."""
-    ends = ("+ 5 ?", "+ 6 ?", "+ 7 ?", "- 9 + 8 - 4 ?")  # rollouts are of different widths
+    """48 prompts, of which 12 have groups of different scores; 4 groups of 8 make a batch."""
+    ends = [
+        "- 9 + 8 - 4 ?",
+        "- 9 + 8 - 5 ?",
+        *(f"+ {i} ?" for i in range(10)),
+    ]  # rollouts are of different widths
     rows = [{"prompt": f"{first} {last}"} for first, last in itertools.product("3124", ends)]
     (tmp_path / "mine.py").write_text(REWARD)
     data = write_jsonl(tmp_path / "data.jsonl", rows)
@@ -60,6 +64,17 @@ def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_pa
         assert line["score"] != pytest.approx(float(rollout["scores"].mean()), abs=1e-3)
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
+
+
+def test_no_prompt_is_in_a_batch_twice_and_a_batch_needs_a_rollout(run_dapo, flags, monkeypatch, capsys):
+    """With 5 prompts the second rollout has what the first one left, and then there is nothing to draw."""
+    write_jsonl(flags["dataset"], [{"prompt": f"1 + {i} ?"} for i in range(5)])
+    calls = recorded(monkeypatch, dapo, "generate")
+    _, (line,) = run_dapo(num_iterations=1, max_rollouts=30)
+    prompts = [tuple(ids) for args, _ in calls for ids in args[2]]
+    assert len(prompts) == len(set(prompts)) == 5 and line["rollouts"] == 5 / 4
+    said = refused(capsys, run, "dapo", **flags, max_rollouts=0, run_dir=flags["dataset"].parent / "other")
+    assert "--max_rollouts 0: use 1 or more" in said
 
 
 def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(run_dapo):

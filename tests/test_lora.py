@@ -90,7 +90,7 @@ def test_a_run(dtype, tmp_path, capfd):
     kl = [x["kl"] for x in metrics if "kl" in x]
     assert abs(kl[0]) < (1e-5 if dtype == "float32" else 0.2) and abs(kl[-1]) > 1e-4
     checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    adapter = checkpoint["adapter"].values()
+    adapter = checkpoint["policy"].values()
     assert all(16 in x.shape and x.dtype == torch.float32 for x in adapter)
     assert len(checkpoint["optimizer"]["state"]) == len(adapter) == 2 * 21
 

@@ -4,6 +4,7 @@ A sampled token's log-prob must be that of a plain forward pass, whatever paddin
 """
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import read_jsonl, write_jsonl
@@ -35,7 +36,7 @@ def loaded(model, folder, **flags):
     """The model after the script's own load."""
     save(folder, model, TOKENIZER, model.generation_config.eos_token_id)
     args = grpo.Args(model=str(folder), **flags)
-    return grpo.load(args, transformers.AutoModelForCausalLM, "model", args.model, CPU)[0]
+    return grpo.load_model(args, "model", transformers.AutoModelForCausalLM, CPU)[0]
 
 
 def attended(rollout, i: int) -> torch.Tensor:
@@ -147,7 +148,7 @@ def test_the_critic_knows_positions_without_padding():
     critic = torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": head})
     rollout = generate(model, max_response_length=9)
     with torch.no_grad():
-        values = ppo.critic_values(ppo.Args(), critic, rollout)
+        values = ppo.critic_values(critic, rollout)
         for i, n in enumerate(rollout["response_mask"].sum(1)):
             hidden = model.get_decoder()(attended(rollout, i)[None]).last_hidden_state[0, -n - 1 : -1]
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
@@ -164,9 +165,12 @@ def test_bfloat16_under_autocast_has_a_bfloat16_cache_and_float32_log_probs(mode
     assert {x.dtype for x in cached} == {torch.bfloat16}
     assert not any(x.is_inference() for x in cached)  # autocast would cast the weights anew for every token
     sampled, mask = rollout["old_logprobs"], rollout["response_mask"]
+    assert not any(x.requires_grad for x in rollout.values())
     with torch.no_grad():
-        assert half(rollout["sequences"]).logits.dtype == torch.bfloat16
-        logprobs, exact = grpo.token_logprobs(half, rollout, 1.0), grpo.token_logprobs(model, rollout, 1.0)
+        exact = grpo.token_logprobs(model, rollout, 1.0)
+        with grpo.autocast(grpo.Args(dtype="bfloat16", device="cpu")):
+            assert half(rollout["sequences"]).logits.dtype == torch.bfloat16
+            logprobs = grpo.token_logprobs(half, rollout, 1.0)
     assert logprobs.dtype == sampled.dtype == torch.float32 and not torch.equal(logprobs, exact)
     for x in (logprobs, sampled):
         assert (exact - x)[mask].abs().mean() < 0.2  # experts may change where two are about equal
@@ -228,18 +232,26 @@ def test_prompts_get_one_bos_and_too_long_ones_are_left_out(tmp_path):
     tokenizer, args = make_tokenizer(bos=True, chat=True), grpo.Args(max_prompt_length=9)
     texts, chats = PROMPTS[:2], [[{"role": "user", "content": text}] for text in PROMPTS[:2]]
     for prompts, expected in ((texts, [2, *IDS[0]]), (chats, [2, 4, *IDS[0], 3, 5])):
-        data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
+        data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": ""} for prompt in prompts])
         (row,) = grpo.load_rows(args, "dataset", str(data), "train", make_model("llama"), tokenizer)
         assert row["prompt_ids"] == expected
 
 
+def test_an_eos_that_the_tokenizer_appends_is_no_part_of_a_prompt():
+    tokenizer = make_tokenizer()
+    template = tokenizers.processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    assert tokenizer(PROMPTS[0])["input_ids"] == [*IDS[0], 1]
+    assert grpo.token_ids(tokenizer, PROMPTS[0]) == IDS[0]
+
+
 def test_each_epoch_has_every_prompt_once_in_a_new_order():
     dataset, epochs = list(range(12)), []
-    for first in (0, 3):  # an epoch is three batches
-        batches = [grpo.choose_prompts(grpo.Args(), dataset, 4, first + i) for i in range(3)]
+    for first in (1, 4):  # an epoch is three batches
+        batches = [grpo.choose_rows(grpo.Args(), dataset, 4, first + i) for i in range(3)]
         epochs.append([row for batch in batches for row in batch])
     assert sorted(epochs[0]) == sorted(epochs[1]) == dataset != epochs[0] != epochs[1]
-    assert grpo.choose_prompts(grpo.Args(seed=2), dataset, 4, 0) != epochs[0][:4]
+    assert grpo.choose_rows(grpo.Args(seed=2), dataset, 4, 1) != epochs[0][:4]
 
 
 def test_a_step_is_no_longer_than_max_grad_norm():
@@ -247,5 +259,5 @@ def test_a_step_is_no_longer_than_max_grad_norm():
     before = layer.weight.detach().clone()
     layer(torch.full((1, 3), 100.0)).sum().backward()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer)
+    norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer, 1.0)
     assert norm > 100 and (layer.weight - before).norm().item() == pytest.approx(0.1, rel=1e-3)

@@ -8,8 +8,8 @@ import resource
 import shutil
 import signal
 from itertools import pairwise
-from types import SimpleNamespace
 
+import filelock
 import pytest
 import soak
 import torch
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_to_the_last_bit(script, ranks, moment, flags, tmp_
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path, monkeypatch):
     """It stops in iteration 4 and resumes after 2. Lines that it had logged since are not there twice."""
-    flags |= {"lr_schedule": "cosine", "warmup_iterations": 3}
+    flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
     interrupt(monkeypatch, script, "compute_advantages", 4, tmp_path / "parts", **flags)
     lines = read_jsonl(tmp_path / "parts" / "metrics.jsonl")
@@ -78,18 +78,18 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path, mon
     """It stops after its last checkpoint, before its model. That of the shorter run does not count as its result."""
     flags["warmup_iterations"] = 4
     run("grpo", run_dir=tmp_path / "whole", **flags)
-    run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 3})
+    run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
     assert (tmp_path / "parts" / "model").exists()
-    interrupt(monkeypatch, "grpo", "evaluate", 2, tmp_path / "parts", **flags)  # after 4 and 5
+    interrupt(monkeypatch, "grpo", "save_model", 1, tmp_path / "parts", **flags)
     assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run("grpo", run_dir=tmp_path / "parts", **flags)
     assert soak.differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_a_finished_run_has_its_result_and_does_nothing_more(script, tmp_path, capsys):
+def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path, capsys):
     run(script, run_dir=tmp_path, **FLAGS)
-    names = {"args.json", "checkpoint.pt", "metrics.jsonl", "model", "samples.jsonl", f"{script}.py"}
+    names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "model", "samples.jsonl", f"{script}.py"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / f"{script}.py").read_bytes() == (ROOT / f"{script}.py").read_bytes()
 
@@ -102,24 +102,29 @@ def test_a_finished_run_has_its_result_and_does_nothing_more(script, tmp_path, c
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
 
     lines, samples = read_jsonl(tmp_path / "metrics.jsonl"), read_jsonl(tmp_path / "samples.jsonl")
-    evaluations = [line for line in lines if "score" not in line]
-    assert [line["iteration"] for line in evaluations] == [0, 2, 4, 5]
-    for line in evaluations:
-        assert set(line) == {"iteration", "eval/score/2-5", "eval/score/6", "eval/score/8"}
+    assert [line["iteration"] for line in lines] == list(range(6))
+    evaluated = [line["iteration"] for line in lines if "eval/score/2-5" in line]
+    assert evaluated == [0, 2, 4, 5] and set(lines[0]) == {
+        "iteration",
+        *(f"eval/score/{x}" for x in ("2-5", "6", "8")),
+    }
     assert {line["iteration"] for line in samples} == set(range(6))
 
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()
+    }
     capsys.readouterr()
     run(script, run_dir=tmp_path, **FLAGS | {"log_every": 7})
-    assert "is finished after 5 iterations" in capsys.readouterr().out
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert f"finished: {tmp_path / 'model'}" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in before}
 
 
-@pytest.mark.parametrize("kl_coef, models", [(0.01, 2), (0.0, 1)])
-def test_no_reference_is_loaded_without_a_kl(kl_coef, models, tmp_path, monkeypatch):
-    loads = recorded(monkeypatch, grpo, "load")
+@pytest.mark.parametrize("kl_coef", [0.01, 0.0])
+def test_without_a_kl_there_is_no_reference(kl_coef, tmp_path, monkeypatch):
+    copies = recorded(monkeypatch, grpo.copy, "deepcopy")
     run("grpo", run_dir=tmp_path, kl_coef=kl_coef)
-    assert len(loads) == models
+    models = [args for args, _ in copies if isinstance(args[0], torch.nn.Module)]
+    assert len(models) == (kl_coef > 0)
     assert all(("kl" in line) == (kl_coef > 0) for line in read_jsonl(tmp_path / "metrics.jsonl"))
 
 
@@ -146,7 +151,7 @@ def test_after_a_full_disk_the_same_command_resumes(flags, tmp_path):
     words = words_of(device="cpu", batch_size=16, run_dir=path.parent, **flags)
     result = launch(ROOT / "grpo.py", *words, check=False, preexec_fn=limit_files)
     said = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 2 and f"error: {path}:" in said and "make room" in said
+    assert result.returncode == 2 and f"error: {path}:" in said and "give the same command again" in said
     assert path.read_bytes() == before
     run("grpo", run_dir=path.parent, **flags)
     assert soak.differences(tmp_path / "whole", path.parent) == []
@@ -174,7 +179,7 @@ def test_a_copy_of_grpo_needs_flags_and_evaluates_nothing_that_the_user_did_not_
     shutil.copy(ROOT / "grpo.py", tmp_path)
     bare = launch("grpo.py", check=False, cwd=tmp_path)
     assert bare.returncode == 2 and bare.stderr.count("\n") == 1
-    assert bare.stderr.startswith("error: no toy/policy beside this script; give")
+    assert bare.stderr.startswith("error: --model toy/policy: ") and "the repository" in bare.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
@@ -206,19 +211,81 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
     import wandb
 
     logged, options = [], {}
-    stub = SimpleNamespace(log=lambda metrics, step: logged.append({"iteration": step} | metrics))
-    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x) or stub)
+    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x))
+    monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
-    assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 9
+    assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
     assert options["id"] == "mine" and options["resume"] == "allow" and options["config"]["batch_size"] == 16
 
 
-def test_learning_rates_follow_the_schedule(tmp_path):
-    run("ppo", warmup_iterations=3, num_iterations=5, learning_rate=3e-4, run_dir=tmp_path)
-    rates = [line["learning_rate"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
-    assert rates == pytest.approx([0, 1e-4, 2e-4, 3e-4, 3e-4])
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert checkpoint["scheduler"]["last_epoch"] == checkpoint["critic_scheduler"]["last_epoch"] == 5
+@pytest.mark.parametrize("anneal, expected", [(False, [1, 2, 3, 3, 3]), (True, [1, 1.6, 1.8, 1.2, 0.6])])
+def test_learning_rates_rise_from_the_first_step_and_may_fall(anneal, expected, tmp_path, monkeypatch):
+    """Those that the optimizers of policy and critic have."""
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self)
+    )
+    flags = {"warmup_iterations": 3, "num_iterations": 5, "learning_rate": 3e-4, "critic_learning_rate": 3e-2}
+    run("ppo", **flags | ({"anneal_lr": True} if anneal else {}), num_minibatches=1, run_dir=tmp_path)
+    assert rates[::2] == pytest.approx([1e-4 * x for x in expected])
+    assert rates[1::2] == pytest.approx([1e-2 * x for x in expected])
+    logged = [line["learning_rate"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert logged == pytest.approx(rates[::2])
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
+    """--run_dir . beside the model, or the folder of the dataset."""
+    shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
+    data = write_jsonl(tmp_path / "samples.jsonl", read_jsonl(ROOT / "toy" / "train.jsonl")[:50])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    said = refused(capsys, run, "grpo", run_dir=tmp_path, model=tmp_path / "model", dataset=data)
+    assert f"--run_dir {tmp_path}: has files, but no args.json" in said
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_log_or_flags_that_are_not_as_they_were(tmp_path, capsys):
+    """A log that is shorter than at the checkpoint, torn flags, and none."""
+    run("grpo", run_dir=tmp_path)
+    for name, content, words in (
+        ("metrics.jsonl", '{"iteration"', "is shorter"),
+        ("args.json", '{"seed"', "restore it"),
+        ("args.json", None, "no args.json"),
+    ):
+        path = tmp_path / name
+        before = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
+        assert words in said and name in said
+        assert content is None or path.read_text() == content
+        path.write_bytes(before)
+    run("grpo", run_dir=tmp_path, num_iterations=3)
+
+
+def test_a_second_process_in_the_folder_is_refused(tmp_path):
+    """And a run may be started from its own copy of the script."""
+    run("grpo", run_dir=tmp_path, num_iterations=1)
+    flags = {
+        "num_iterations": 2,
+        "batch_size": 16,
+        "max_response_length": 8,
+        "eval_every": 0,
+        "device": "cpu",
+    }
+    command = [tmp_path / "grpo.py", *words_of(run_dir=tmp_path, **flags)]
+    with filelock.FileLock(tmp_path / "lock"):
+        second = launch(*command, check=False)
+    assert second.returncode == 2 and "another process may train there" in second.stderr
+    launch(*command)
+    assert [line["iteration"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_metric_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
+    heldout = ROOT / "toy" / "heldout.jsonl"
+    monkeypatch.setattr(grpo, "evaluate", lambda *args: ({"eval/score/all": math.inf}, []))
+    said = refused(capsys, run, "grpo", run_dir=tmp_path, eval_dataset=heldout, eval_every=1)
+    assert "iteration 0: eval/score/all is inf" in said
 
 
 def test_another_seed_is_another_run(tmp_path):

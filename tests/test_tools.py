@@ -78,7 +78,7 @@ def test_greedy_equals_the_plain_loop(model, tool, max_calls, call_end, monkeypa
 
     EOS asks the tool whatever call_end is, and an answer may contain an EOS.
     """
-    calls = recorded(monkeypatch, script, "ask")
+    calls = recorded(monkeypatch, script, "call_tool")
     flags = {"max_calls": max_calls, "call_end": call_end, "max_response_length": 16}
     rollout = generate(model, tool, greedy=True, **flags)
     responses = []
@@ -92,8 +92,9 @@ def test_greedy_equals_the_plain_loop(model, tool, max_calls, call_end, monkeypa
         assert rollout["attention_mask"][i, -16:].tolist() == [1] * len(ids) + [0] * (16 - len(ids))
         assert bool(rollout["truncated"][i]) != ended
     assert in_answer(rollout).any() or not max_calls or call_end
-    for (_, _, ids), _ in calls:
-        assert any(ids.tolist() == response[: len(ids)] for response in responses)
+    for (_, _, callers), _ in calls:
+        for ids in callers.tolist():
+            assert any(ids == response[: len(ids)] for response in responses)
 
 
 def test_logprobs_of_sampling_are_those_of_the_update(model, tool):
@@ -164,12 +165,12 @@ def test_without_a_call_it_is_its_parent(tmp_path):
 
 def test_metrics_count_sampled_tokens(tmp_path, monkeypatch):
     """KL, lengths and calls, against what generate gave and the tool answered."""
-    answers, rollouts = recorded(monkeypatch, script, "ask"), recorded(monkeypatch, script, "generate")
+    answers, rollouts = recorded(monkeypatch, script, "call_tool"), recorded(monkeypatch, script, "generate")
     flags = {"num_iterations": 2, "batch_size": 64, "log_every": 1, "max_response_length": 48}
     run("reinforce_pp_tools", **flags, run_dir=tmp_path / "run")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert abs(metrics[0]["kl"]) < 1e-5 < metrics[1]["kl"]
-    called = sum(len(ids) > 0 for _, ids in answers)
+    called = sum(len(ids) > 0 for _, step in answers for ids in step)
     assert called > 10 and sum(x["calls"] for x in metrics) * 64 == pytest.approx(called)
     sampled = sum(int(rollout["response_mask"].sum()) for _, rollout in rollouts)
     assert sum(x["response_length"] for x in metrics) * 64 == pytest.approx(sampled)
@@ -188,10 +189,11 @@ def test_a_wrong_tool_is_refused_before_training(name, value, tmp_path, capsys):
 
 def test_answers_become_ids_without_a_bos():
     tokenizer = make_tokenizer(bos=True)
-    assert script.ask(lambda text: None, tokenizer, [9]) == []
-    assert script.ask(lambda text: 3, tokenizer, [9]) == TOKENIZER("3")["input_ids"]  # a number, not a text
-    answer = script.ask(lambda text: {}["3 + 4"], tokenizer, [9])  # an exception is an answer, too
-    assert "+" in tokenizer.decode(answer)
+    assert script.call_tool(lambda text: None, tokenizer, [[9], [8]]) == [[], []]
+    expected = [TOKENIZER("3")["input_ids"], TOKENIZER("2")["input_ids"]]
+    assert script.call_tool(lambda text: int(text), tokenizer, [[9], [8]]) == expected  # numbers, in order
+    with pytest.raises(KeyError):  # an exception ends the run, with the traceback of the tool
+        script.call_tool(lambda text: {}["3 + 4"], tokenizer, [[9]])
 
 
 def test_ids_stay_as_they_were_sampled(tool):
@@ -203,7 +205,7 @@ def test_ids_stay_as_they_were_sampled(tool):
     assert tokenizer("ab")["input_ids"] == [4]
     model = make_model("llama", vocab_size=6)
     flags = {"tokenizer": tokenizer, "call_end": "+", "max_response_length": 30}
-    rollout = generate(model, tool, prompts=[[2, 3]] * 40, **flags)
+    rollout = generate(model, tool, prompts=[[2, 3]] * 400, **flags)
     responses = rollout["sequences"][:, 2:]
     assert ((responses[:, :-1] == 2) & (responses[:, 1:] == 3)).any()
 

@@ -34,7 +34,7 @@ def models(request, tmp_path_factory):
     save(folder, transformers.LlamaForCausalLM(config), TOKENIZER, stop_ids=[19])
     args = copy.copy(ARGS)
     args.model = str(folder)
-    policy, _ = script.load(args, transformers.AutoModelForCausalLM, "model", args.model, torch.device("cpu"))
+    policy, _ = script.load_model(args, "model", transformers.AutoModelForCausalLM, torch.device("cpu"))
     engine = script.start_engine(args, policy, 480)
     yield policy, engine
     engine.llm_engine.engine_core.shutdown()

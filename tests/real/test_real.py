@@ -49,9 +49,10 @@ def test_tied_embeddings_stay_tied_and_are_trained(result):
 
 
 def test_pipeline_opens_the_result(result, rows):
-    args = rloo.Args(max_response_length=16)
-    auto, path = transformers.AutoModelForCausalLM, str(result / "model")
-    model, tokenizer = rloo.load(args, auto, "model", path, torch.device("cpu"))
+    path = str(result / "model")
+    args = rloo.Args(model=path, max_response_length=16, device="cpu")
+    auto = transformers.AutoModelForCausalLM
+    model, tokenizer = rloo.load_model(args, "model", auto, torch.device("cpu"))
     chats = [row["prompt"] for row in rows]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     generated = rloo.generate(model, tokenizer, prompts, args, greedy=True)
