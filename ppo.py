@@ -6,7 +6,7 @@
 
 John Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347; GAE, arXiv 1506.02438; the
 KL in the reward as in InstructGPT, arXiv 2203.02155. pi_old samples a response o with the score r. V_t is the
-critic's value of what precedes token t, 0 after the last, and V_old the same before the update. rho_t =
+critic's value of what precedes token t, 0 after the last; A_t and G_t take V_old, before the update. rho_t =
 pi_theta(o_t) / pi_old(o_t). N_tok counts the response tokens of one optimizer step over all ranks. beta =
 kl_coef, lambda = gae_lambda, eps = clip_eps, eps_v = value_clip_eps. reinforce_pp.py is V = 0, lambda = 1.
 

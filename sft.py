@@ -11,6 +11,7 @@ Long Ouyang et al., "InstructGPT", arXiv 2203.02155, section 3.5. With a prompt 
 over the tokens of completions and the EOS that ends each, not over prompts and padding. N_tok counts them in
 one optimizer step over all ranks. Prompt and completion are tokenized apart, since a policy is later given a
 prompt's tokens alone; of a chat the last message is learned. Left out: packing, LoRA, sharded models, tools.
+Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
 
     python sft.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B \
@@ -18,26 +19,31 @@ prompt's tokens alone; of a chat the last message is learned. Left out: packing,
         --learning_rate 1e-5 --dtype bfloat16 --gradient_checkpointing --run_dir runs/sft
 """
 
-import functools
+import atexit
 import json
 import math
 import os
 import shutil
 import sys
 import time
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import datasets
+import filelock  # comes with torch
+import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported after init_process_group, it would keep the process group alive
+import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as checkpoint_activations
+from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -46,13 +52,15 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 
 @dataclass
 class Args:
+    # The comment behind a flag is its --help text.
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of examples
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/base"  # starting policy: folder or hub id of a causal LM
-    dataset: str = "toy/demonstrations.jsonl"  # path or hub id; `prompt` and `completion`, or `messages`
+    # .jsonl, .parquet, folder or hub id; `prompt` and `completion`, text or chat messages, or `messages`
+    dataset: str = "toy/demonstrations.jsonl"
     dataset_split: str = "train"  # split of a hub id or folder
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation; 0: none
     max_length: int = 1024  # examples with more tokens, prompt and EOS included, are left out
@@ -60,51 +68,43 @@ class Args:
     num_epochs: int = 4  # passes over the examples
     shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps that of the file, for a curriculum
     batch_size: int = 128  # examples per optimizer step, over all ranks
-    micro_batch_size: int = 128  # examples per forward pass, on each rank: memory only
+    micro_batch_size: int = 128  # examples per forward pass on a rank: memory only
     learning_rate: float = 1e-3  # peak learning rate of AdamW
-    lr_schedule: str = "linear"  # or constant_with_warmup, cosine, ...: names of transformers.get_scheduler
-    warmup_iterations: int = 20  # the learning rate rises linearly from 0 over these
+    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over these
+    anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
     # Run
-    run_dir: str | None = None  # resume the run in this folder, or start it there; None: a new one in runs/
+    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 100  # iterations between evaluations, also before the first and after the last; 0: none
     log_every: int = 20  # iterations between printed lines; metrics.jsonl has every iteration
-    save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only that
+    save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
 
-def encode(tokenizer, row, where):
-    """The prompt of a row, its token ids, and those with completion and EOS, which the mask marks."""
+def encode(tokenizer, row):
+    """The token ids of a prompt, its completion and EOS, and a mask that is True on what is learned."""
     prompt = row.get("prompt")
     completion = row.get("completion")
     if row.get("messages"):
         prompt = row["messages"][:-1]
         completion = row["messages"][-1:]
-    if isinstance(completion, list) and [message["role"] for message in completion] == ["assistant"]:
+    if isinstance(completion, list):
+        if [message["role"] for message in completion] != ["assistant"]:
+            raise ValueError(f"{completion} is not one message of the assistant")
         completion = completion[0]["content"]
-    check(prompt and isinstance(completion, str), f"{where}: needs `prompt` and `completion`, or `messages`")
+    if not prompt or not isinstance(completion, str):
+        raise ValueError(f"the prompt is {prompt!r}, the completion {completion!r}")
 
-    if isinstance(prompt, str):
-        prompt_ids = tokenizer(prompt)["input_ids"]
-    else:
-        check(tokenizer.chat_template, f"{where}: is a chat, which needs a --model with a chat template")
-        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    prompt_ids = token_ids(tokenizer, prompt)
     completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    ids = prompt_ids + completion_ids
-    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
-    return {"prompt": prompt, "prompt_ids": prompt_ids, "input_ids": ids, "completion_mask": mask}
-
-
-def micro_batches(rows, size, device):
-    """Yield tensors (b, L) of `size` rows at a time, padded on the right. Similar lengths go together."""
-    by_length = sorted(rows, key=lambda row: len(row["input_ids"]))
-    for first in range(0, len(rows), size):
-        batch = {}
-        for name in ["input_ids", "completion_mask"]:
-            tensors = [torch.tensor(row[name]) for row in by_length[first : first + size]]
-            batch[name] = pad_sequence(tensors, batch_first=True).to(device)
-        yield batch
+    return {
+        "prompt": prompt,
+        "prompt_ids": prompt_ids,
+        "input_ids": prompt_ids + completion_ids,
+        "completion_mask": [False] * len(prompt_ids) + [True] * len(completion_ids),
+        "length": len(prompt_ids) + len(completion_ids),
+    }
 
 
 def completion_loss(model, batch, num_tokens):
@@ -114,7 +114,7 @@ def completion_loss(model, batch, num_tokens):
     mask = batch["completion_mask"][:, columns]
     # A token's logits are one position earlier. No attention mask: padding on the right is not attended to.
     output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=columns - 1)
-    logits = output.logits[mask].to(model.dtype)  # (N, V), as .float(), but float64 stays float64
+    logits = output.logits[mask].to(model.dtype)  # (N, V); under autocast they may be bfloat16
     return torch.nn.functional.cross_entropy(logits, tokens[mask], reduction="sum") / num_tokens
 
 
@@ -126,7 +126,41 @@ def all_sum(x):
     return x
 
 
-def optimizer_step(args, model, optimizer):
+def total(x):
+    """The sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
+
+
+def autocast(args):
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def choose_rows(args, dataset, iteration):
+    """The indices of this rank's rows for an iteration. Each epoch has a new order, less a remainder."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
+    order = torch.arange(len(dataset))
+    if args.shuffle:
+        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+        order = torch.randperm(len(dataset), generator=generator)
+    chosen = order.split(args.batch_size)[batch_number]
+    return chosen.chunk(WORLD_SIZE)[RANK].tolist()
+
+
+def micro_batches(dataset, indices, size, device):
+    """Yield (part, batch): up to `size` of the indices of rows, and their tensors, padded on the right."""
+    by_length = sorted(indices, key=lambda i: dataset[i]["length"])  # similar lengths go together
+    for first in range(0, len(by_length), size):
+        part = by_length[first : first + size]
+        batch = {}
+        for name in ["input_ids", "completion_mask"]:
+            tensors = [torch.tensor(dataset[i][name]) for i in part]
+            batch[name] = pad_sequence(tensors, batch_first=True).to(device)
+        yield part, batch
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
     """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
@@ -134,91 +168,95 @@ def optimizer_step(args, model, optimizer):
             parameter.grad = all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
+    optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
 def main(args):
-    # 1. Setup: ranks, run folder, model, data, optimizer
+    # 1. Setup: run folder, ranks, model, data, optimizer
     check_args(args)
-    device = choose_device(args)
-    run_dir, saved_args, checkpoint = find_run(args)
-    start = checkpoint["iteration"] if checkpoint else 0
-    connect_ranks(device, run_dir, start)
-    policy, tokenizer = load(args, device)
-    rows = load_rows(args, policy, tokenizer)
-    dataset = rows[: len(rows) - args.eval_size]
-    eval_dataset = rows[len(dataset) :]
-    steps_per_epoch = len(dataset) // args.batch_size
-    num_steps = args.num_epochs * steps_per_epoch
-    if start >= num_steps and (run_dir / "model").exists():
-        return say(f"{run_dir} is finished after {start} iterations: nothing to do")
+    run_dir = find_run(args)
+    device = start_ranks(args)
 
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    scheduler = transformers.get_scheduler(args.lr_schedule, optimizer, args.warmup_iterations, num_steps)
-    state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
-    if checkpoint:
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
-    wandb_run = start_run(args, run_dir, saved_args, checkpoint) if RANK == 0 else None
+    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
+    examples = load_rows(args, policy, tokenizer)
+    dataset = examples[: len(examples) - args.eval_size]
+    eval_dataset = examples[len(dataset) :] if args.eval_every else None
+    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
+    # optimizer_step sets the learning rate.
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
+    state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
+
+    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
-    for completed in range(start, num_steps + 1):
-        # 2. Evaluation on held-out examples, also before the first iteration and after the last
-        is_last = completed == num_steps
-        if eval_dataset and args.eval_every and (completed % args.eval_every == 0 or is_last):
-            metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
-            log(run_dir, wandb_run, completed, metrics, samples)
-        if is_last:
-            break
-        iteration = completed + 1
+    # 2. Evaluation on held-out examples, before the first iteration; the later evaluations are in step 6
+    if eval_dataset and start == 0:
+        metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
+        log(args, run_dir, 0, metrics, samples)
+
+    for iteration in range(start + 1, num_iterations + 1):
         began = time.time()
 
-        # 3. Batch: the next examples of all ranks, whose tokens are counted
-        epoch, step = divmod(completed, steps_per_epoch)
-        order = torch.arange(len(dataset))
-        if args.shuffle:
-            generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
-            order = torch.randperm(len(dataset), generator=generator)
-        step_rows = [dataset[i] for i in order.split(args.batch_size)[step]]
-        num_tokens = sum(sum(row["completion_mask"]) for row in step_rows)
+        # 3. Batch: this rank's examples, and the number of tokens to learn over all ranks
+        indices = choose_rows(args, dataset, iteration)
+        num_tokens = total(torch.tensor([sum(dataset[i]["completion_mask"]) for i in indices], device=device))
 
-        # 4. Update: one optimizer step, its gradient summed over this rank's micro-batches and the ranks
-        step_loss = 0.0
-        for batch in micro_batches(step_rows[RANK::WORLD_SIZE], args.micro_batch_size, device):
-            loss = completion_loss(policy, batch, num_tokens)
+        # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
+        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
+        if args.anneal_lr:
+            lr_factor *= 1 - (iteration - 1) / num_iterations
+        step_loss = torch.zeros((), device=device)  # of this rank's micro-batches
+        for _, batch in micro_batches(dataset, indices, args.micro_batch_size, device):
+            with autocast(args):
+                loss = completion_loss(policy, batch, num_tokens)
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = optimizer_step(args, policy, optimizer)
+        grad_norm = optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor)
 
-        # 5. Log and save
+        # 5. Metrics, over all ranks
         seconds = time.time() - began
-        metrics = {"loss": float(all_sum(step_loss)), "grad_norm": float(grad_norm)}
-        metrics["learning_rate"] = scheduler.get_last_lr()[0]
-        metrics["tokens_per_second"] = num_tokens / seconds
-        scheduler.step()
-        log(run_dir, wandb_run, iteration, metrics, [], show=iteration % args.log_every == 0 or seconds > 10)
-        save_due = args.save_every and iteration % args.save_every == 0
-        if save_due or iteration == num_steps:
+        metrics = {
+            "loss": total(step_loss),
+            "grad_norm": float(grad_norm),
+            "learning_rate": args.learning_rate * lr_factor,
+            "seconds": seconds,
+            "tokens_per_second": num_tokens / seconds,
+        }
+
+        # 6. Evaluate, log and save
+        is_last = iteration == num_iterations
+        samples = []
+        if eval_dataset and (is_last or iteration % args.eval_every == 0):
+            eval_metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
+            metrics |= eval_metrics
+        log(args, run_dir, iteration, metrics, samples)
+        if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
 
-    # 6. The result, a folder that from_pretrained opens
+    # 7. The result, a folder that from_pretrained opens
     if RANK == 0:
-        with replacing(run_dir / "model") as folder:
-            policy.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        save_model(run_dir, policy, tokenizer)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-# --- plumbing: data, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
+
+
+def say(text):
+    """Print, on rank 0."""
+    if RANK == 0:
+        print(text, flush=True)
 
 
 def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
-        time.sleep(5 * RANK)  # rank 0 prints and exits first; torchrun then stops the others
+        if RANK > 0:
+            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
@@ -228,14 +266,8 @@ def explain(what, remedy):
     """Turn an exception, which may not name the flag or the file, into a message that does."""
     try:
         yield
-    except Exception as error:  # not SystemExit, which a check inside raises
+    except Exception as error:
         check(False, f"{what}: {error!r:.300}; {remedy}")
-
-
-def say(text):
-    """Print, on rank 0."""
-    if RANK == 0:
-        print(text, flush=True)
 
 
 def check_args(args):
@@ -243,185 +275,250 @@ def check_args(args):
     positive = ["batch_size", "micro_batch_size", "max_length", "max_grad_norm", "log_every"]
     for name, value in vars(args).items():
         if isinstance(value, int | float):
-            is_valid = math.isfinite(value) and (value > 0 or (value == 0 and name not in positive))
-            check(is_valid, f"--{name} {value}: use a finite number above 0, or 0 where that means off")
-    is_multiple = args.batch_size % WORLD_SIZE == 0
-    check(is_multiple, f"--batch_size {args.batch_size}: use a multiple of {WORLD_SIZE}, the number of ranks")
+            check(0 <= value < math.inf, f"--{name} {value}: use a finite number, 0 or more")
+            check(value > 0 or name not in positive, f"--{name} {value}: use a number above 0")
+    multiple = f"use a multiple of {WORLD_SIZE}, the number of ranks"
+    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {multiple}")
+    toy_flags = ["learning_rate", "max_length", "dtype"]
+    unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
+    if unchanged and args.model != Args.model:
+        say(
+            f"warning: --{', --'.join(unchanged)}: the defaults are for the toy, not for --model {args.model}"
+        )
 
 
-def choose_device(args):
-    """The device of this rank."""
+def start_ranks(args):
+    """Choose the device of this rank, and connect the ranks if there are several."""
     device = torch.device(args.device)
     if device.type != "cpu":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
-        # Where each rank sees its own GPU only, as under Slurm, that GPU has index 0.
-        torch.accelerator.set_device_index(min(local_rank, torch.accelerator.device_count() - 1))
+        if torch.accelerator.device_count() > 1:  # else each rank sees its own GPU only, as under Slurm
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
+    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if WORLD_SIZE > 1:
+        backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
+        # All ranks wait while one of them computes a slow reward or saves a checkpoint.
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return device
 
 
-def connect_ranks(device, run_dir, start):
-    """Start the communication of the ranks, and check that all resume from the same iteration."""
-    if WORLD_SIZE > 1:
-        dist.init_process_group("gloo" if device.type == "cpu" else None)
-        # A rank whose start is not the mean of all starts exits, and torchrun then stops the others.
-        is_shared = all_sum(torch.tensor(start, device=device)) == start * WORLD_SIZE
-        check(is_shared, f"--run_dir {run_dir}: has other checkpoints on other ranks; use a shared folder")
+def check_ranks_agree(args, others):
+    """Refuse ranks that differ in a flag or in one of the other values, which have names."""
+    values = others | {f"--{name}": value for name, value in vars(args).items()}
+    checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
+    checksums = torch.tensor(checksums, device=args.device)
+    # If all ranks have the same, the sum is WORLD_SIZE times it. If one rank ends, torchrun stops the others.
+    is_same = all_sum(checksums) == checksums * WORLD_SIZE
+    different = [name for name, same in zip(values, is_same.tolist()) if not same]
+    check(not different, f"the ranks differ in {', '.join(different)}; start all with the same")
 
 
-def locate(name):
-    """The path of a file or folder, here or beside the script; the name itself if it is neither."""
-    for folder in (Path("."), Path(__file__).parent):
-        if (folder / name).exists():
-            return str(folder / name)
-    check(not name.startswith("toy/"), f"no {name} beside this script; give --model and --dataset")
-    return name
-
-
-def load(args, device):
+def load_model(args, flag, auto_class, device):
     """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    where = f"--model {args.model}"
-    path = locate(args.model)
-    with explain(where, "use a folder or a hub id of a model"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    # transformers does not refuse a reward model, and fills in missing weights at random.
-    kind = str(model.config.architectures)
-    missing = info["missing_keys"]
-    is_policy = "SequenceClassification" not in kind and not missing
-    check(is_policy, f"{where}: is {kind}, {len(missing)} weights missing; use another model")
+    name = getattr(args, flag)
+    where = f"--{flag} {name}"
+    with explain(where, "use a folder or a hub id; for toy/, start the script in the repository"):
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+        model, info = auto_class.from_pretrained(name, dtype=torch.float32, **options)
+    # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
+    is_reward_model = "SequenceClassification" in str(model.config.architectures)
+    wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
+    wanted = "reward model" if wants_reward_model else "policy"
+    is_right = is_reward_model == wants_reward_model and not info["missing_keys"]
+    check(is_right, f"{where}: is a {model.config.architectures}, or lacks weights; use a {wanted}")
+    is_finite = all(weight.isfinite().all() for weight in model.parameters())
+    check(is_finite, f"{where}: has weights that are not finite; use another model")
     check(tokenizer.eos_token, f"{where}: has no EOS token; save one in its tokenizer")
-    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
-    torch.backends.cuda.enable_cudnn_sdp(False)
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = functools.partial(recomputed, layer.forward)
-    if args.dtype == "bfloat16":
-        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+                layer.forward = partial(recompute, layer.forward, use_reentrant=False)
     return model.to(device).eval(), tokenizer
 
 
-def recomputed(forward, *args, **kwargs):
-    """Call forward. Its activations are computed again in the backward pass instead of being kept."""
-    if torch.is_grad_enabled():
-        return checkpoint_activations(forward, *args, use_reentrant=False, **kwargs)
-    return forward(*args, **kwargs)
+def read_rows(where, path, split):
+    """The rows of a .jsonl, a .parquet, or a folder or hub id of `datasets`."""
+    if path.endswith(".parquet"):
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if not path.endswith(".jsonl"):
+        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
+        return list(datasets.load_dataset(path, split=split, streaming=Path(path).exists()))
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    rows = []
+    for line in open(path, encoding="utf-8"):
+        with explain(f"{where}: row {len(rows)}", "fix it"):
+            rows.append(json.loads(line, parse_constant=refuse))  # NaN and Infinity
+    return rows
 
 
-def load_rows(args, model, tokenizer):
+def token_ids(tokenizer, prompt):
+    """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+        # Some tokenizers append an EOS, after which the model would start another text.
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+    if not tokenizer.chat_template:
+        raise ValueError("chat messages need a model with a chat template")
+    if not all(message.get("role") and message.get("content") for message in prompt):
+        raise ValueError("a message has no role or no content")
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+
+
+def load_rows(args, policy, tokenizer):
     """The encoded rows of the dataset. Those with an empty prompt or too many tokens are left out."""
     where = f"--dataset {args.dataset}"
-    path = locate(args.dataset)
     with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        file_type = {".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-        if file_type:
-            data = datasets.load_dataset(file_type, data_files=path, split="train", streaming=True)
-        else:
-            data = datasets.load_dataset(path, split=args.dataset_split, streaming=Path(path).exists())
-        rows = [encode(tokenizer, row, f"{where}: row {number}") for number, row in enumerate(data)]
-    kept = [row for row in rows if row["prompt_ids"] and len(row["input_ids"]) <= args.max_length]
+        rows = read_rows(where, args.dataset, args.dataset_split)
+    num_embeddings = len(policy.get_input_embeddings().weight)
+    encoded = []
+    for number, row in enumerate(rows):
+        with explain(f"{where}: row {number}", "fix `prompt` and `completion`, or `messages`"):
+            encoded.append(encode(tokenizer, row))
+        is_known = max(encoded[-1]["input_ids"]) < num_embeddings
+        message = f"{where}: row {number} has a token beyond the {num_embeddings} of --model"
+        check(is_known, f"{message}; use its tokenizer")
+    kept = [row for row in encoded if row["prompt_ids"] and row["length"] <= args.max_length]
     summary = f"{len(kept)} of {len(rows)} examples have at most --max_length {args.max_length} tokens"
     needed = args.batch_size + args.eval_size
     check(len(kept) >= needed, f"{where}: {summary}; give {needed} or more, --batch_size + --eval_size")
     say(f"dataset: {summary}, {args.eval_size} are held out")
-    longest = max(len(row["input_ids"]) for row in kept)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    check(longest <= limit, f"--max_length {args.max_length}: --model has {limit} positions; lower it")
+    longest = max(row["length"] for row in kept)
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    message = f"--max_length {args.max_length}: the longest example has {longest} tokens"
+    check(longest <= limit, f"{message}, the model has {limit} positions; lower it")
     return kept
+
+
+def describe(args, policy, tokenizer, dataset):
+    """Greedy responses to the first three prompts."""
+    longest = max(row["length"] for row in dataset)  # the model has positions for it
+    greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.eos_token_id}
+    samples = []
+    for row in dataset[:3]:
+        P = len(row["prompt_ids"])
+        prompt_ids = torch.tensor([row["prompt_ids"]], device=policy.device)
+        with autocast(args):
+            output = policy.generate(prompt_ids, max_new_tokens=min(256, longest - P), **greedy)
+        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, P:])})
+    return samples
 
 
 @torch.no_grad()
 def evaluate(args, policy, tokenizer, dataset):
-    """The loss on held-out rows, over all ranks, and greedy responses to three of their prompts."""
+    """The loss on held-out examples, over all ranks, and greedy responses to three of their prompts."""
     num_tokens = sum(sum(row["completion_mask"]) for row in dataset)
     loss = torch.zeros((), device=policy.device)
-    for batch in micro_batches(dataset[RANK::WORLD_SIZE], args.micro_batch_size, policy.device):
-        loss += completion_loss(policy, batch, num_tokens)
-    samples = []
-    longest = max(len(row["input_ids"]) for row in dataset)  # the model has positions for it
-    greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.eos_token_id}
-    for row in dataset[:3]:
-        P = len(row["prompt_ids"])
-        prompt_ids = torch.tensor([row["prompt_ids"]], device=policy.device)
-        output = policy.generate(prompt_ids, max_new_tokens=min(256, longest - P), **greedy)
-        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, P:])})
-    return {"eval/loss": float(all_sum(loss))}, samples
+    indices = range(RANK, len(dataset), WORLD_SIZE)
+    for _, batch in micro_batches(dataset, indices, args.micro_batch_size, policy.device):
+        with autocast(args):
+            loss += completion_loss(policy, batch, num_tokens)
+    return {"eval/loss": total(loss)}, describe(args, policy, tokenizer, dataset)
 
 
 @contextmanager
 def replacing(path):
-    """Yield a temporary path, and rename it to path at the end: path is always complete, old or new."""
+    """Yield a temporary path, and rename it to path at the end, so that path is never half-written."""
     temporary = path.with_suffix(".tmp")
-    with explain(path, "make room on the disk and give the same command again"):
+    with explain(path, "it could not be written; fix that and give the same command again"):
         yield temporary
         temporary.replace(path)
 
 
 def find_run(args):
-    """The run folder, the args to save in it, its checkpoint or None. Refuses a folder of another run."""
+    """The run folder: a new or empty one, or one with a run of the same flags. Only rank 0 writes there."""
     new_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(args.run_dir or new_dir)  # only rank 0 writes there
-    saved_args = vars(args) | {"ranks": WORLD_SIZE}
-    if (run_dir / "args.json").exists():
-        old_flags = json.loads((run_dir / "args.json").read_text())
-        may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
-        may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
-        if args.lr_schedule == "constant_with_warmup":  # others depend on num_epochs
-            may_change += ["num_epochs"]
-        changed = [
-            f"--{flag} {value}, was {old_flags.get(flag)}"
-            for flag, value in saved_args.items()
-            if value != old_flags.get(flag) and flag not in may_change
-        ]
-        check(not changed, f"--run_dir {run_dir}: is another run ({changed}); use its flags or a new folder")
+    run_dir = Path(args.run_dir or new_dir)
+    path = run_dir / "args.json"
+    if not path.exists():
+        is_free = not run_dir.exists() or set(os.listdir(run_dir)) <= {"lock"}
+        check(is_free, f"--run_dir {run_dir}: has files, but no args.json of a run; use a new folder")
+        return run_dir
+    with explain(path, "restore it, or use a new folder"):
+        old_flags = json.loads(path.read_text())
+    may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
+    may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
+    if not args.anneal_lr:
+        may_change += ["num_epochs"]  # a longer run
+    new_flags = vars(args) | {"ranks": WORLD_SIZE}
+    for name in old_flags | new_flags:
+        old, new = old_flags.get(name), new_flags.get(name)
+        is_same = old == new or name in may_change
+        check(is_same, f"--run_dir {run_dir}: has --{name} {old}, not {new}; use that or a new folder")
+    return run_dir
+
+
+def run_lock(run_dir):
+    """The lock of a run folder, one object in this process: only one process at a time may train there."""
+    return filelock.FileLock(run_dir / "lock", is_singleton=True)
+
+
+def resume_or_start(args, run_dir, state, dataset):
+    """Load the checkpoint, if there is one, and prepare the run folder. Returns the finished iterations."""
+    checkpoint = {"iteration": 0, "log_sizes": dict.fromkeys(LOGS, 0)}
     path = run_dir / "checkpoint.pt"
-    with explain(path, "restore it, or delete it to start over"):
-        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True) if path.exists() else None
-    return run_dir, saved_args, checkpoint
-
-
-def start_run(args, run_dir, saved_args, checkpoint):
-    """Make the run folder, or cut its logs back to the checkpoint. Returns wandb's run with --track."""
+    if path.exists():
+        with explain(path, "restore it, or delete it to start over"):
+            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
+            for name, part in state.items():
+                part.load_state_dict(checkpoint[name])
+    start = checkpoint["iteration"]
+    weights = [float(weight.detach().sum()) for weight in state["policy"].parameters()]
+    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": start})
+    if RANK > 0:
+        return start
     run_dir.mkdir(parents=True, exist_ok=True)
+    with explain(f"--run_dir {run_dir}", "another process may train there; use another folder"):
+        lock = run_lock(run_dir)
+        lock.acquire(blocking=False)
+        atexit.register(lock.release)  # if the run ends early; it also keeps the object alive
     with replacing(run_dir / "args.json") as path:
-        path.write_text(json.dumps(saved_args, indent=2))
-    shutil.copy(__file__, run_dir)
-    shutil.rmtree(run_dir / "model", ignore_errors=True)  # the result of a shorter run
-    for name in LOGS:
+        path.write_text(json.dumps(vars(args) | {"ranks": WORLD_SIZE}, indent=2))
+    if Path(__file__).resolve().parent != run_dir.resolve():  # unless this file is that copy
+        shutil.copy(__file__, run_dir)
+    for name, size in checkpoint["log_sizes"].items():
         with open(run_dir / name, "ab") as file:
-            file.truncate(checkpoint["log_sizes"][name] if checkpoint else 0)
+            check(file.tell() >= size, f"{run_dir / name}: is shorter than at the checkpoint; restore it")
+            file.truncate(size)  # what was logged after the checkpoint comes again
     if args.track:
         import wandb
 
-        return wandb.init(id=run_dir.name, resume="allow", config=saved_args)
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    return start
 
 
-def log(run_dir, wandb_run, iteration, metrics, samples, show=True):
-    """On rank 0, add to the logs of the run, and print metrics and samples if show is true."""
+def log(args, run_dir, iteration, metrics, samples):
+    """On rank 0, add to the logs of the run. Print every log_every iterations, with samples, or if slow."""
     if RANK > 0:
         return
+    for name, value in metrics.items():
+        check(math.isfinite(value), f"iteration {iteration}: {name} is {value}; use a lower --learning_rate")
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
         for sample in samples:
             file.write(json.dumps({"iteration": iteration} | sample) + "\n")
-    if wandb_run:
-        wandb_run.log(metrics, step=iteration)
-    if show:
-        texts = [f"{name} {x:.4g}" for name, x in metrics.items()]
+    if args.track:
+        import wandb
+
+        wandb.log(metrics, step=iteration)
+    if samples or iteration % args.log_every == 0 or metrics.get("seconds", 0) > 10:
+        shown = ["loss", "accuracy", "margin", "tokens_per_second", "pairs_per_second"]
+        texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
         say(f"iteration {iteration:4d}   " + "   ".join(texts))
-        for sample in samples:
-            say(f"    {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
+    for sample in samples:
+        say(f"    {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs. Logs go to the disk first: it has their sizes."""
+    """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
     if RANK > 0:
         return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
@@ -434,6 +531,17 @@ def save_checkpoint(run_dir, iteration, state):
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """Write model/, which is complete or absent."""
+    with replacing(run_dir / "model") as folder:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
+        policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
+    run_lock(run_dir).release()
+    say(f"finished: {run_dir / 'model'}")
 
 
 if __name__ == "__main__":

@@ -105,21 +105,20 @@ def policy_gradients(script, module, args, trainer, config, options, models, tok
 def offline_gradients(script, module, args, trainer, config, options, models, tokenizer):
     """Both gradients of sft.py, dpo.py or reward_model.py on the first 8 rows of the toy's data."""
     model, _, ref = models
-    args.micro_batch_size = 8
     rows = [json.loads(line) for line in (ROOT / args.dataset).open()][:8]
     # TRL joins prompt and response as texts, the scripts as ids.
     names = ["completion"] if script == "sft" else ["chosen", "rejected"]
     its_rows = [{"prompt": row["prompt"]} | {name: " " + row[name] for name in names} for row in rows]
     others = {}
     if script == "sft":
-        rows = [module.encode(tokenizer, row, "") for row in rows]
-        [batch] = module.micro_batches(rows, 8, "cpu")
+        rows = [module.encode(tokenizer, row) for row in rows]
+        [(_, batch)] = module.micro_batches(rows, range(8), 8, "cpu")
         num_tokens = sum(sum(row["completion_mask"]) for row in rows)
         loss = module.completion_loss(model, batch, num_tokens)
     elif script == "dpo":
         others["ref_model"] = ref
         rows = module.load_rows(args, "dataset", args.dataset, "train", model, tokenizer)[:8]
-        [batch] = module.micro_batches(args, rows, "cpu")
+        [(_, batch)] = module.micro_batches(rows, range(8), 8, "cpu")
         with torch.no_grad():
             ref_logprobs = module.response_logprobs(ref, batch)
         loss = module.dpo_loss(*module.response_logprobs(model, batch), *ref_logprobs, args.beta, 8)
@@ -127,8 +126,8 @@ def offline_gradients(script, module, args, trainer, config, options, models, to
         load = transformers.AutoModelForSequenceClassification.from_pretrained
         model = load(ROOT / "toy" / "reward_model", dtype=torch.float64).eval()
         rows = module.load_rows(args, "dataset", args.dataset, "train", model, tokenizer)[:8]
-        [batch] = module.micro_batches(args, rows)
-        scores = module.score(model, batch["texts"]).chunk(2)
+        [(_, batch)] = module.micro_batches(rows, range(8), 8, "cpu")
+        scores = module.score(args, model, batch)
         loss = module.preference_loss(*scores, center=args.center_rewards_coefficient, num_pairs=8)
     loss.backward()
     config = config(per_device_train_batch_size=4, **SETTINGS, **options)

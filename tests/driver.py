@@ -60,7 +60,7 @@ class Recorder:
         self.script = script
         self.sample = sample
         self.dtype = torch.float32 if sample else torch.float64
-        names = ["load_model", "load", "load_critic", "score", "generate", "rollout_logprobs"]
+        names = ["load_model", "load_critic", "score", "generate", "rollout_logprobs"]
         names += ["compute_advantages", "policy_loss"]
         self.original = {name: getattr(script, name) for name in names if hasattr(script, name)}
         self.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
@@ -80,12 +80,6 @@ class Recorder:
 
     def load_model(self, *args):
         model, tokenizer = self.original["load_model"](*args)
-        self.models.append(model.to(self.dtype))
-        return self.models[-1], tokenizer
-
-    def load(self, *args):
-        """As load_model, in sft.py, reward_model.py and dpo.py."""
-        model, tokenizer = self.original["load"](*args)
         self.models.append(model.to(self.dtype))
         return self.models[-1], tokenizer
 

@@ -58,7 +58,7 @@ def all_reduce(x):
 
 
 POLICY = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
-STAGE = {"batch_size": 8, "lr_schedule": "constant_with_warmup"}
+STAGE = {"batch_size": 8, "anneal_lr": False}
 CASES = {
     "grpo": {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5},
     "grpo bfloat16": {"dtype": "bfloat16", "gradient_checkpointing": True},

@@ -32,12 +32,12 @@ def test_the_loss_is_the_papers():
 def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     """Computed for one unpadded text at a time."""
     model, data = zoo.make_model(name).double(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
-    tokenizer, args = zoo.make_tokenizer(), dpo.Args(micro_batch_size=2)
-    rows = dpo.load_rows(args, "dataset", str(data), "train", model, tokenizer)
+    tokenizer = zoo.make_tokenizer()
+    rows = dpo.load_rows(dpo.Args(), "dataset", str(data), "train", model, tokenizer)
     found, expected = torch.zeros(2, 2, 3, dtype=torch.float64)
     with torch.no_grad():
-        for batch in dpo.micro_batches(args, rows, "cpu"):
-            found[:, batch["index"]] = dpo.response_logprobs(model, batch)
+        for part, batch in dpo.micro_batches(rows, range(3), 2, "cpu"):
+            found[:, part] = dpo.response_logprobs(model, batch)
         for i, row in enumerate(PAIRS):
             for side, key in enumerate(("chosen", "rejected")):
                 start = len(tokenizer(row["prompt"])["input_ids"])
@@ -52,22 +52,28 @@ def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path):
     data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / "preferences_train.jsonl")[:16])
     start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
     flags = {"model": start, "dataset": data, "eval_dataset": data, "learning_rate": 1e-3}
-    _, (before, trained, after) = test_sft.one_step(dpo, tmp_path, **flags)
-    for loss in (before["eval/loss"], trained["loss"]):  # policy and reference are equal
+    _, (before, after) = test_sft.one_step(dpo, tmp_path, **flags)
+    for loss in (before["eval/loss"], after["loss"]):  # policy and reference are equal
         assert loss == pytest.approx(math.log(2), abs=1e-12)
     assert after["eval/loss"] < math.log(2) - 0.01
 
 
 def test_texts_chats_and_whole_conversations_are_the_same_ids():
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
+
+    def text_of(prompt, response):
+        prompt, response = dpo.split_response(prompt, response)
+        text = dpo.encode(tokenizer, dpo.token_ids(tokenizer, prompt), response, 99)
+        return tokenizer.decode(text["input_ids"]), text["response_mask"]
+
     forms = [([USER], "answer 3"), ([USER], [ANSWER]), ("", [USER, ANSWER])]
     forms += [("3 ?", [USER, ANSWER]), ("3 ?", [ANSWER])]
     for form in forms:
-        text = dpo.encode(tokenizer, *form, 99)
-        assert tokenizer.decode(text["input_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <eos>"
-        assert text["response_mask"] == [False] * 6 + [True] * 3
-    text = dpo.encode(tokenizer, [USER], [ANSWER, USER, ANSWER], 99)
-    assert tokenizer.decode(text["input_ids"]).count("3 ?") == 2  # nothing of the conversation is lost
+        text, mask = text_of(*form)
+        assert text == "<bos> <user> 3 ? <end> <model> answer 3 <eos>"
+        assert mask == [False] * 6 + [True] * 3
+    text, _ = text_of([USER], [ANSWER, USER, ANSWER])
+    assert text.count("3 ?") == 2  # nothing of the conversation is lost
 
 
 def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp_path, capsys):
@@ -80,7 +86,7 @@ def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp
     long = {"role": "user", "content": "3 + " * 9}
     rows = [
         {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
-        {"chosen": [long, ANSWER], "rejected": [USER, ANSWER]},
+        {"chosen": [long, ANSWER], "rejected": [long, {"role": "assistant", "content": "answer 4"}]},
     ]
     data = str(write_jsonl(tmp_path / "chats.jsonl", rows))
     kept = dpo.load_rows(args, "dataset", data, "train", model, zoo.make_tokenizer(bos=True, chat=True))

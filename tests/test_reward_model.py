@@ -24,6 +24,7 @@ CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row 
 TEMPLATE = "{% for m in messages %}{{ m.content }} "
 TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
 
+CPU = torch.device("cpu")
 auto = transformers.AutoModelForSequenceClassification
 run = functools.partial(test_sft.run, rm)
 
@@ -61,15 +62,19 @@ def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
     """With --dtype bfloat16 the decoder computes in it, and the head gives float32."""
     tokenizer = zoo.make_tokenizer()
     zoo.save(tmp_path, zoo.make_model(name), tokenizer)
-    lists = [rm.encode(tokenizer, row["prompt"], row["chosen"]) for row in PAIRS]
     args = rm.Args(model=str(tmp_path))
-    model = rm.load(args, torch.device("cpu"))[0].double()
-    args.dtype = "bfloat16"
-    half, _ = rm.load(args, torch.device("cpu"))
+    model = rm.load_model(args, CPU)[0].double()
+    data = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    rows = rm.load_rows(args, "dataset", data, "train", model, tokenizer)
+    [(part, batch)] = rm.micro_batches(rows, range(3), 3, CPU)
+    half = rm.Args(model=str(tmp_path), dtype="bfloat16")
     with torch.no_grad():
-        alone = torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in lists])
-        torch.testing.assert_close(rm.score(model, lists), alone, rtol=1e-6, atol=1e-12)
-        scores = rm.score(half, lists)
+        alone = torch.zeros(2, 3, dtype=torch.float64)
+        for i, number in enumerate(part):
+            for side, name in enumerate(["chosen_ids", "rejected_ids"]):
+                alone[side, i] = model(torch.tensor([rows[number][name]])).logits[0, 0]
+        torch.testing.assert_close(rm.score(args, model, batch), alone, rtol=1e-6, atol=1e-12)
+        scores = rm.score(half, rm.load_model(half, CPU)[0], batch)
     assert alone.std() > 1e-4 and scores.dtype == torch.float32
     assert not torch.equal(scores, scores.bfloat16().float())
     assert (scores - alone).abs().max() < 0.2 * alone.abs().max()
@@ -84,9 +89,9 @@ def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_p
     data = write_jsonl(tmp_path / "few.jsonl", rows)
     start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
     flags = {"dataset": data, "eval_dataset": data, "margin": 0.7, "center_rewards_coefficient": 0.3}
-    gradient, (_, metrics, _) = one_step(rm, tmp_path, model=start, **flags)
+    gradient, (_, metrics) = one_step(rm, tmp_path, model=start, **flags)
 
-    model, tokenizer = rm.load(rm.Args(model=start), torch.device("cpu"))
+    model, tokenizer = rm.load_model(rm.Args(model=start), CPU)
     model.double()
     loss, all_scores = 0.0, []
     for row in rows:
@@ -110,7 +115,7 @@ def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_p
         "score_std": float(scores.std(correction=0)),
     }
     found = {name: metrics[name] for name in expected}
-    assert found == pytest.approx(expected, rel=1e-6)  # accuracy is a float32
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path, capsys, tokenizer):
@@ -133,21 +138,22 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
     start = zoo.save(tmp_path / "start", zoo.make_model("llama"), tokenizer)
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
     run(model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
-    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1  # not evaluated on the toy's pairs
+    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert "eval/loss" not in line  # not evaluated on the toy's pairs
     model, own = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     assert bool(own.chat_template) == (rows is CHATS)
     ids = [rm.encode(own, row["prompt"], row["chosen"]) for row in rows]
     form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
     assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
     with torch.no_grad():
-        learned = rm.score(model, ids).tolist()
+        learned = [float(model(torch.tensor([x])).logits) for x in ids]
     responses = [row["chosen"] for row in rows]
     read = scores(folder, rows=rows, texts=responses, ended=[True] * 3)
     assert read.tolist() == pytest.approx(learned, abs=1e-5)
     if rows is CHATS:
         whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
         for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):
-            assert rm.encode(own, prompt, response) == ids[0]
+            assert rm.encode(own, *rm.split_response(prompt, response)) == ids[0]
 
 
 def test_it_learns_styles_and_not_sums(tmp_path):

@@ -24,8 +24,7 @@ WORKED_SHARE = 0.35  # of the demonstrations; the others guess
 SLIP_RATE = 0.06  # per step of a worked-out response: the result is off, and the chain goes on from it
 GUESS_RATE = 0.25  # of the guesses are right
 CURRICULUM_STEPS = 1280  # batches of 128, which teach toy/base to work chains out
-CURRICULUM_FLAGS = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3".split()
-CURRICULUM_FLAGS += ["--lr_schedule", "constant_with_warmup"]
+CURRICULUM_FLAGS = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --no_anneal_lr".split()
 
 
 def make_chain(rng: random.Random, numbers: int) -> list:
