@@ -17,6 +17,10 @@ PAGES = README.md docs/*.md docs/scripts/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
+# make vectors: make conformance/vectors.json from tests/references.py.
+vectors: .venv/scripts
+	.venv/bin/python conformance/make_vectors.py
+
 # make test-long: kill runs and resume them, and break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
 	.venv/bin/python -m pytest -m long
@@ -86,5 +90,5 @@ web/node_modules: web/package-lock.json
 	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test tables test-long test-vllm real test-real docs test-docs new sync diff
+.PHONY: demo test tables vectors test-long test-vllm real test-real docs test-docs new sync diff
 .PRECIOUS: .venv/group-%

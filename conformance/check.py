@@ -1,0 +1,54 @@
+"""Check an implementation of a policy-gradient method against test vectors. Python and NumPy only.
+
+`report(method, function)` calls function(case) for each case of the method and compares what it returns, any of
+advantages, loss and gradient, with the expected numbers. README.md has the inputs of a case and an example.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parent
+PATH = FOLDER / "vectors.json"
+VECTORS = json.loads(PATH.read_text()) if PATH.exists() else {}
+# float32 passes the first, and a std without GRPO's 1e-4 does not. The second allows for another constant there.
+TOLERANCE, MISTAKE_TOLERANCE = 2e-5, 5e-5
+
+
+def cases(method: str) -> dict[str, dict]:
+    """The inputs of each case by its name: arrays and numbers."""
+    found = {}
+    for case in VECTORS["methods"][method]:
+        inputs = VECTORS["rollouts"][case["name"]] | case["inputs"]
+        inputs["advantages"] = case["expected"]["advantages"]
+        found[case["name"]] = {key: np.array(x) if isinstance(x, list) else x for key, x in inputs.items()}
+    return found
+
+
+def difference(name: str, result, expected, mask) -> float:
+    """The largest difference, relative to the largest expected number; for a loss below 1, the difference."""
+    result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
+    if name == "advantages":  # (B, T), or one number for each response
+        result, expected = (x.reshape(len(mask), -1) * mask for x in (result, expected))
+    scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
+    return float(np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() / scale)
+
+
+def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
+    """Print each case, and return (case, what differs, by how much, names of mistakes with the same numbers)."""
+    found = []
+    for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
+        mask, wrong = inputs["response_mask"], []
+        for key, result in function(inputs).items():
+            size = difference(key, result, case["expected"][key], mask)
+            if not size <= tolerance:
+                numbers = {mistake: x[key] for mistake, x in case["mistakes"].items() if key in x}
+                names = [m for m, x in numbers.items() if difference(key, result, x, mask) <= MISTAKE_TOLERANCE]
+                wrong.append((name, key, size, names))
+        for _, key, size, names in wrong:
+            print(f"{method}, {name}: {key} off by {size:.1g}; {' or '.join(names) or 'no listed mistake'}")
+        if not wrong:
+            print(f"{method}, {name}: passed")
+        found += wrong
+    return found
