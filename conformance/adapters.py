@@ -20,7 +20,11 @@ def ours(script):
         new = rollout["new_logprobs"].requires_grad_()
         loss, _ = script.policy_loss(args, rollout, new, case["num_sequences"], case["num_tokens"])
         (gradient,) = torch.autograd.grad(loss, new)
-        return {"advantages": rollout["advantages"].numpy(), "loss": loss.item(), "gradient": gradient.numpy()}
+        return {
+            "advantages": rollout["advantages"].numpy(),
+            "loss": loss.item(),
+            "gradient": gradient.numpy(),
+        }
 
     return function
 

@@ -44,7 +44,9 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
             size = difference(key, result, case["expected"][key], mask)
             if not size <= tolerance:
                 numbers = {mistake: x[key] for mistake, x in case["mistakes"].items() if key in x}
-                names = [m for m, x in numbers.items() if difference(key, result, x, mask) <= MISTAKE_TOLERANCE]
+                names = [
+                    m for m, x in numbers.items() if difference(key, result, x, mask) <= MISTAKE_TOLERANCE
+                ]
                 wrong.append((name, key, size, names))
         for _, key, size, names in wrong:
             print(f"{method}, {name}: {key} off by {size:.1g}; {' or '.join(names) or 'no listed mistake'}")

@@ -54,7 +54,11 @@ def make_rollout(name: str, k: int, spread: float, beta: float, has_holes: bool,
     rollout["old_logprobs"], noise = rows(-2.5, -0.2), rows(-spread, spread)
     pairs = zip(rollout["old_logprobs"], noise)
     rollout["new_logprobs"] = [[round(x + d, 3) for x, d in zip(*pair)] for pair in pairs]
-    return rollout | {"ref_logprobs": rows(-2.5, -0.2), "teacher_logprobs": rows(-2.5, -0.2), "values": rows(-1, 1)}
+    return rollout | {
+        "ref_logprobs": rows(-2.5, -0.2),
+        "teacher_logprobs": rows(-2.5, -0.2),
+        "values": rows(-1, 1),
+    }
 
 
 def compute(functions: dict, method: str, case: dict) -> dict:
@@ -111,16 +115,23 @@ def make_case(method: str, name: str, rollout: dict, references: dict[str, dict]
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
     expected = compute(references[""], method, case)
     sys.setprofile(None)
-    results = {mistake: compute(references[""], method, case | change(case)) for mistake, change in INPUT_MISTAKES.items()}
+    results = {
+        mistake: compute(references[""], method, case | change(case))
+        for mistake, change in INPUT_MISTAKES.items()
+    }
     for mistake, (text, *_) in PLAN["mistakes"].items():
         if called & functions_with(text):  # else nothing can change
             results[mistake] = compute(references[mistake], method, case)
     mistakes = {}
     for mistake, numbers in results.items():
-        sizes = {key: difference(key, x, expected[key], rollout["response_mask"]) for key, x in numbers.items()}
+        sizes = {
+            key: difference(key, x, expected[key], rollout["response_mask"]) for key, x in numbers.items()
+        }
         if max(sizes.values()) > 1e-4:
             peaks = [max(row, key=abs) for row in numbers["advantages"]]
-            if numbers["advantages"] == [[x * m for m in row] for x, row in zip(peaks, rollout["response_mask"])]:
+            if numbers["advantages"] == [
+                [x * m for m in row] for x, row in zip(peaks, rollout["response_mask"])
+            ]:
                 numbers["advantages"] = peaks  # one for each response is shorter
             mistakes[mistake] = {key: short(x, 6) for key, x in numbers.items() if sizes[key] > 1e-9}
     return {"name": name, "inputs": inputs, "expected": short(expected, 13), "mistakes": mistakes}
@@ -131,7 +142,9 @@ def make_vectors() -> dict:
     references = {mistake: load_references(*change[:2]) for mistake, change in PLAN["mistakes"].items()}
     references[""] = load_references()
     methods = [method for method in PLAN["methods"] if f"{method}_loss" in references[""]]
-    made = {m: [make_case(m, name, rollout, references) for name, rollout in rollouts.items()] for m in methods}
+    made = {
+        m: [make_case(m, name, rollout, references) for name, rollout in rollouts.items()] for m in methods
+    }
     return {"version": PLAN["version"], "rollouts": rollouts, "methods": made}
 
 

@@ -1,66 +1,66 @@
-"""The gradient of one optimizer step: our scripts against TRL, with the flags that should agree.
+"""What TRL and verl compute of the cases in conformance/: python experiments/agreement.py
 
-    python experiments/agreement.py        the first call makes experiments/.trl: 3 minutes on two cores
-
-agreement_trl.py measures. The result file also has rows of verl and OpenRLHF, which a run keeps. They were measured
-once, by importing their functions with stand-ins for their engines: see this file at commit 9ec1a0e.
+conformance/frameworks.toml has the methods and the flags. The first call makes experiments/.trl and experiments/.verl.
 """
 
+import contextlib
+import functools
 import json
 import subprocess
+import sys
+import tomllib
 
-import tyro
-from common import ROOT, environment, load, run_all, table
+from common import ROOT, environment, load, run_all, table, versions
 
-# Script, its flags, TRL's trainer and its flags, and what makes a difference, in the words of docs/scaling.md
-# fmt: off
-CASES = [
-    ("grpo", "--kl_coef 0.04", "GRPOTrainer loss_type=grpo beta=0.04 use_bias_correction_kl=False", ""),
-    # use_bias_correction_kl, on by default, is from DeepSeek-V3.2. GRPO's Eq. 3 does not have it.
-    ("grpo", "--kl_coef 0.04", "GRPOTrainer loss_type=grpo beta=0.04", "KL times ratio"),
-    ("dr_grpo", "", "GRPOTrainer loss_type=dr_grpo scale_rewards=none max_completion_length=40", ""),
-    ("dapo", "--overlong_buffer 30",
-     "GRPOTrainer loss_type=dapo epsilon_high=0.28 reward_funcs=get_soft_overlong_punishment(40,30)", ""),
-    ("gspo", "--clip_eps_low 0.03 --clip_eps_high 0.04",
-     "GRPOTrainer loss_type=grpo importance_sampling_level=sequence epsilon=0.03 epsilon_high=0.04", ""),
-    ("cispo", "", "GRPOTrainer loss_type=cispo epsilon_high=1.28", ""),
-    ("sapo", "--tau_pos 1 --tau_neg 1.05",
-     "GRPOTrainer loss_type=sapo sapo_temperature_pos=1 sapo_temperature_neg=1.05", ""),
-    # MaxRL divides by the mean of the group's scores, and no framework does. The std comes closest.
-    ("maxrl", "", "GRPOTrainer loss_type=luspo importance_sampling_level=sequence", "std for mean"),
-    ("rloo", "--kl_coef 0.05", "RLOOTrainer beta=0.05", ""),
-    # TRL's std has the differences between prompts in it. In Eq. 12 the group's mean is subtracted first.
-    ("reinforce_pp_baseline", "--kl_coef 0", "GRPOTrainer loss_type=dapo scale_rewards=batch", "std of scores"),
-    ("sft", "", "SFTTrainer", ""),
-    ("dpo", "--beta 0.1", "DPOTrainer beta=0.1", ""),
-    ("reward_model", "", "RewardTrainer center_rewards_coefficient=0.01", ""),
-]
-# fmt: on
+sys.path.append(str(ROOT / "conformance"))
+FRAMEWORKS = tomllib.loads((ROOT / "conformance" / "frameworks.toml").read_text())
 
 
-def measure(run_dir, script: str, flags: str, peer: str, peer_flags: str, note: str) -> dict:
-    """Cosine and relative difference of both gradients, and the versions of the packages that computed them."""
-    command = [environment("trl"), ROOT / "experiments" / "agreement_trl.py", script, flags]
-    command += peer_flags.split()
+def print_results(framework: str) -> None:
+    """In the framework's environment: what report finds for each method with its flags."""
+    import adapters
+    import check
+
+    made, found = versions(framework.lower()), {}
+    with contextlib.redirect_stdout(sys.stderr):
+        for method, flags in FRAMEWORKS[framework]:
+            wrong = check.report(method, getattr(adapters, framework.lower())(flags))
+            found[f"{method} {flags}"] = {"cases": len(check.cases(method)), "wrong": wrong, "versions": made}
+    print(json.dumps(found))
+
+
+@functools.cache
+def results_of(framework: str) -> dict:
+    command = [environment(framework.lower()), __file__, framework]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
-def comparison(*peers: str) -> None:
-    """Print a line for each case of these frameworks: the relative difference of the gradients, and its cause."""
-    lines, rows = [], [row for row in load("agreement") if row["peer"] in peers]
+def measure(run_dir, framework: str, method: str, flags: str, vectors: str) -> dict:
+    return results_of(framework)[f"{method} {flags}"]
+
+
+def comparison(framework: str) -> None:
+    """Print a line for each method: the cases that pass, the difference of the gradient, the mistakes that fit."""
+    lines, rows = [], [row for row in load("agreement") if row["framework"] == framework]
     for row in rows:
-        script = f"`{row['script']} {row['flags']}".strip() + "`"
-        lines.append([script, row["peer"], f"`{row['peer_flags']}`", f"{row['difference']:.1g}", row["note"]])
-    table(["script", "framework", "closest flags", "difference", "caused by"], lines, rows)
+        passed = row["cases"] - len({case for case, *_ in row["wrong"]})
+        differences = [size for _, key, size, _ in row["wrong"] if key == "gradient"]
+        names = [", ".join(names) or "other" for _, key, _, names in row["wrong"] if key != "loss"]
+        cells = [f"`{row['method']}`", f"`{row['flags']}`", f"{passed} of {row['cases']}"]
+        cells += [f"{max(differences):.1g}" if differences else "", "; ".join(dict.fromkeys(names))]
+        lines.append(cells)
+    table(["method", "closest flags", "cases passed", "gradient off by", "computes instead"], lines, rows)
 
 
 def main() -> None:
-    keys = ("script", "flags", "peer_flags", "note")
-    cells = [{"peer": "TRL"} | dict(zip(keys, case)) for case in CASES]
+    import check
+
+    keys, cells = ("framework", "method", "flags", "vectors"), []
+    for framework, rows in FRAMEWORKS.items():
+        cells += [dict(zip(keys, (framework, *row, check.VECTORS["version"]))) for row in rows]
     run_all("agreement", cells, measure, workers=1)
-    comparison("TRL")
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    print_results(sys.argv[1]) if sys.argv[1:] else main()

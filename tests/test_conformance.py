@@ -46,7 +46,9 @@ def planted(method: str):
             def function(case, change=change):
                 mask = torch.tensor(case["response_mask"]).bool()
                 changes = change(case | {"response_mask": mask})
-                return ours(module)(case | {key: getattr(x, "numpy", lambda x=x: x)() for key, x in changes.items()})
+                return ours(module)(
+                    case | {key: getattr(x, "numpy", lambda x=x: x)() for key, x in changes.items()}
+                )
 
             yield mistake, function
 

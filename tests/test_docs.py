@@ -18,7 +18,7 @@ from conftest import ROOT, read_jsonl
 SCRIPTS = sorted(ROOT.glob("*.py"))
 TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("experiments/*.py"), *ROOT.glob("tools/*.py")])
 MODULES = [*SCRIPTS, *TOOLS]
-FOLDERS = ".", "docs", "docs/scripts", "toy", "experiments"
+FOLDERS = ".", "docs", "docs/scripts", "toy", "experiments", "conformance"
 PAGES = [path for name in FOLDERS for path in sorted(ROOT.glob(f"{name}/*.md"))]
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
