@@ -16,10 +16,9 @@ model, and mps, for which torch has no FSDP. A toy (sums such as "3 + 5 - 2 ?"; 
 0.98), and a model on 8 GPUs:
 
     python grpo_fsdp.py
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 \
-        grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
-        --max_response_length 1024 --batch_size 256 --micro_batch_size 4 --learning_rate 1e-6 \
-        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -39,6 +38,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
+
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import datasets
 import filelock  # comes with torch

@@ -19,10 +19,9 @@ Left out: quantized weights. A toy (sums such as "3 + 5 - 2 ?"; half a minute, s
 model on 8 GPUs:
 
     python grpo_lora.py
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 \
-        grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
-        --max_response_length 1024 --batch_size 256 --micro_batch_size 4 --learning_rate 1e-5 \
-        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
+        --micro_batch_size 4 --learning_rate 1e-5 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -43,6 +42,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
+
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import datasets
 import filelock  # comes with torch

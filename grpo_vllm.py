@@ -21,10 +21,10 @@ during the update. The toy's heads (16) are too small for vLLM on a CPU, which n
 
     python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 \
-        grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
-        --max_response_length 1024 --batch_size 256 --micro_batch_size 4 --learning_rate 1e-6 \
-        --dtype bfloat16 --gradient_checkpointing --kv_cache_gib 8 --run_dir runs/a
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --kv_cache_gib 8 \
+        --run_dir runs/a
 """
 
 import atexit
@@ -44,6 +44,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
+
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import datasets
 import filelock  # comes with torch

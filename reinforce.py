@@ -42,6 +42,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import datasets
 import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets

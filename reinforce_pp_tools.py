@@ -19,11 +19,10 @@ reinforce_pp_baseline.py; `diff reinforce_pp_baseline.py reinforce_pp_tools.py` 
 such as "4 8 + 7 1 5 ?", with a calculator; a minute, score 0.3 to 0.98), and Python on 8 GPUs:
 
     python reinforce_pp_tools.py
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 \
-        reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B --dataset prompts.jsonl \
-        --reward my_reward.py:score --tool data/python_tool.py:fenced --call_end '```' \
-        --max_response_length 1024 --batch_size 256 --micro_batch_size 4 --learning_rate 1e-6 \
-        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
+        --dataset prompts.jsonl --reward my_reward.py:score --tool data/python_tool.py:fenced \
+        --call_end '```' --max_response_length 1024 --batch_size 256 --micro_batch_size 4 \
+        --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -45,6 +44,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
+
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import datasets
 import filelock  # comes with torch
