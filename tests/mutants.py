@@ -49,6 +49,10 @@ MUTANTS = {
         ("sapo: slope 1/4", "sapo.policy_loss", "4 / tau", "1 / tau"),
         ("dppo: against the advantage", "dppo.policy_loss", "change < -args.delta", "change > args.delta"),
         ("dppo: weight with a gradient", "dppo.policy_loss", "old_logprobs).exp().detach()", "old_logprobs).exp()"),
+        ("flash: ratio with a gradient", "flash_reinforce.policy_loss", "logprobs.detach()", "logprobs"),
+        ("flash: the gate keeps the far ones", "flash_reinforce.policy_loss", "> args.delta", "<= args.delta"),
+        ("flash: over the accepted", "flash_reinforce.policy_loss", "lengths).sum() / num_sequences",
+         "lengths).sum() / (~rejected).sum()"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
         ("distill: away from the teacher", "distill.compute_advantages",
          'rollout["ref_logprobs"] - rollout["old_logprobs"]', 'rollout["old_logprobs"] - rollout["ref_logprobs"]'),
@@ -99,6 +103,8 @@ MUTANTS = {
     ],
     "test_ranks.py -k reinforce": [
         ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / ", "= WORLD_SIZE * rewards.sum() / "),
+        ("flash: mean of a rank", "flash_reinforce.compute_advantages",
+         "= total(scores)", "= WORLD_SIZE * scores.sum()"),
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
     "test_ranks.py -k ppo": [

@@ -92,7 +92,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
     for seed in range(5):
-        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2)
+        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1)
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
@@ -107,9 +107,10 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
         parts = stats["policy_loss"] + stats.get("kl_loss", 0.0)
         torch.testing.assert_close(parts, loss.detach(), **EXACT)
         assert ("kl_loss" in stats) == (ROWS[name].kl_in == "loss")
-        assert ("clip_fraction" in stats) == (share is not None)
+        limited = stats.get("clip_fraction", stats.get("rejected"))  # share of tokens, or of responses
+        assert (limited is None) == (share is None)
         if share is not None:
-            assert float(stats["clip_fraction"]) == pytest.approx(share, rel=1e-6) and 0 < share < 1
+            assert float(limited) == pytest.approx(share, rel=1e-6) and 0 < share < 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -211,13 +212,13 @@ def test_what_the_table_says_of_the_loss(name):
 def test_what_the_table_says_of_flags_and_clip(name):
     args, row = make_args(name), ROWS[name]
     far = slopes(name, 3.0)[BASE["response_mask"]]  # good responses, far beyond any clip
-    assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability"))
+    assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability", "response"))
     if hasattr(args, "clip_eps"):
         assert row.clip.endswith(f", -{args.clip_eps:g} +{args.clip_eps:g}")
     elif hasattr(args, "clip_eps_low"):
         assert row.clip.endswith(f", -{args.clip_eps_low:g} +{args.clip_eps_high:g}")
     elif hasattr(args, "delta"):
-        assert row.clip == f"probability, {args.delta:g}"
+        assert row.clip.endswith(f", {args.delta:g}")
     else:
         assert row.clip in ("soft gate", "none")
     steps = str(args.num_minibatches * args.update_epochs)
