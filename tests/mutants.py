@@ -42,6 +42,8 @@ MUTANTS = {
         ("token mean in grpo", "grpo.policy_loss", "clip_losses.sum(1) / lengths", "clip_losses.mean(1)"),
         ("clip with max", "grpo.policy_loss", "torch.min(", "torch.max("),
         ("rloo: own score", "rloo.compute_advantages", "(groups - others)", "(groups - groups.mean(1)[:, None])"),
+        ("opo: all lengths alike", "opo.compute_advantages", ".sum(1).view_as(groups)", ".any(1).view_as(groups)"),
+        ("opo: over k", "opo.compute_advantages", "lengths.sum(1, keepdim=True)", "lengths.size(1)"),
         ("dr_grpo: divided by the length", "dr_grpo.policy_loss", "/ args.max_response_length", "/ mask.sum(1)"),
         ("gspo: no mean", "gspo.policy_loss", "log_ratio.sum(1) / lengths", "log_ratio.sum(1)"),
         ("cispo: weight with a gradient", "cispo.policy_loss", "clip_eps_high).detach()", "clip_eps_high)"),
