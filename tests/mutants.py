@@ -42,6 +42,8 @@ MUTANTS = {
         ("token mean in grpo", "grpo.policy_loss", "clip_losses.sum(1) / lengths", "clip_losses.mean(1)"),
         ("clip with max", "grpo.policy_loss", "torch.min(", "torch.max("),
         ("rloo: own score", "rloo.compute_advantages", "(groups - others)", "(groups - groups.mean(1)[:, None])"),
+        ("opo: all lengths alike", "opo.compute_advantages", ".sum(1).view_as(groups)", ".any(1).view_as(groups)"),
+        ("opo: over k", "opo.compute_advantages", "lengths.sum(1, keepdim=True)", "lengths.size(1)"),
         ("dr_grpo: divided by the length", "dr_grpo.policy_loss", "/ args.max_response_length", "/ mask.sum(1)"),
         ("gspo: no mean", "gspo.policy_loss", "log_ratio.sum(1) / lengths", "log_ratio.sum(1)"),
         ("cispo: weight with a gradient", "cispo.policy_loss", "clip_eps_high).detach()", "clip_eps_high)"),
@@ -49,6 +51,10 @@ MUTANTS = {
         ("sapo: slope 1/4", "sapo.policy_loss", "4 / tau", "1 / tau"),
         ("dppo: against the advantage", "dppo.policy_loss", "change < -args.delta", "change > args.delta"),
         ("dppo: weight with a gradient", "dppo.policy_loss", "old_logprobs).exp().detach()", "old_logprobs).exp()"),
+        ("flash: ratio with a gradient", "flash_reinforce.policy_loss", "logprobs.detach()", "logprobs"),
+        ("flash: the gate keeps the far ones", "flash_reinforce.policy_loss", "> args.delta", "<= args.delta"),
+        ("flash: over the accepted", "flash_reinforce.policy_loss", "lengths).sum() / num_sequences",
+         "lengths).sum() / (~rejected).sum()"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
         ("distill: away from the teacher", "distill.compute_advantages",
          'rollout["ref_logprobs"] - rollout["old_logprobs"]', 'rollout["old_logprobs"] - rollout["ref_logprobs"]'),
@@ -99,6 +105,8 @@ MUTANTS = {
     ],
     "test_ranks.py -k reinforce": [
         ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / ", "= WORLD_SIZE * rewards.sum() / "),
+        ("flash: mean of a rank", "flash_reinforce.compute_advantages",
+         "= total(scores)", "= WORLD_SIZE * scores.sum()"),
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
     "test_ranks.py -k ppo": [
