@@ -49,16 +49,15 @@ def make_rollout(name: str, k: int, spread: float, beta: float, has_holes: bool,
         mask[0][0] = mask[3][2] = mask[4][1] = mask[4][2] = 0
     rollout = {"samples_per_prompt": k, "kl_coef": beta, "num_sequences": parts * 6}
     rollout |= {"num_tokens": parts * sum(map(sum, mask)) + parts - 1, "response_mask": mask}
-    rollout["scores"] = [1 / 3, 1 / 3, 1.0, 0.25, 0.0, 0.0] if "equal" in name else sum(rows(0, 1, 1), [])
-    rollout |= {"greedy_scores": sum(rows(0, 1, 1), []), "several_scores": rows(0, 1, 2)}
-    rollout["old_logprobs"], noise = rows(-2.5, -0.2), rows(-spread, spread)
-    pairs = zip(rollout["old_logprobs"], noise)
+    rollout["scores"], rollout["greedy_scores"] = map(list, zip(*rows(0, 1, 2)))
+    if name == "groups of equal scores":
+        rollout["scores"] = [1 / 3, 1 / 3, 1.0, 0.25, 0.0, 0.0]
+    rollout["several_scores"] = rows(0, 1, 2)
+    old = rollout["old_logprobs"] = rows(-2.5, -0.2)
+    pairs = zip(old, rows(-spread, spread))
     rollout["new_logprobs"] = [[round(x + d, 3) for x, d in zip(*pair)] for pair in pairs]
-    return rollout | {
-        "ref_logprobs": rows(-2.5, -0.2),
-        "teacher_logprobs": rows(-2.5, -0.2),
-        "values": rows(-1, 1),
-    }
+    rollout |= {key: rows(-2.5, -0.2) for key in ("ref_logprobs", "teacher_logprobs", "values")}
+    return rollout
 
 
 def compute(functions: dict, method: str, case: dict) -> dict:
@@ -101,39 +100,32 @@ def short(x, digits: int):
 
 def make_case(method: str, name: str, rollout: dict, references: dict[str, dict]) -> dict:
     """A case with the right numbers and those of the mistakes that change them."""
-    inputs = dict(PLAN["methods"][method])
+    inputs, mask = dict(PLAN["methods"][method]), rollout["response_mask"]
     if inputs.pop("on_policy", False):
         inputs["new_logprobs"] = rollout["old_logprobs"]
     if "reward_weights" in inputs:
         inputs["scores"] = rollout["several_scores"]
     case = rollout | inputs
-    for key in rollout:
-        if isinstance(case[key], list):
-            case[key] = torch.tensor(case[key], dtype=torch.float64)
+    case |= {key: torch.tensor(case[key]).double() for key in rollout if isinstance(case[key], list)}
     case["response_mask"] = case["response_mask"].bool()
     called = set()
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
     expected = compute(references[""], method, case)
     sys.setprofile(None)
     results = {
-        mistake: compute(references[""], method, case | change(case))
-        for mistake, change in INPUT_MISTAKES.items()
+        what: compute(references[""], method, case | change(case)) for what, change in INPUT_MISTAKES.items()
     }
-    for mistake, (text, *_) in PLAN["mistakes"].items():
+    for what, (text, *_) in PLAN["mistakes"].items():
         if called & functions_with(text):  # else nothing can change
-            results[mistake] = compute(references[mistake], method, case)
+            results[what] = compute(references[what], method, case)
     mistakes = {}
-    for mistake, numbers in results.items():
-        sizes = {
-            key: difference(key, x, expected[key], rollout["response_mask"]) for key, x in numbers.items()
-        }
+    for what, result in results.items():
+        sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
+        peaks = [max(row, key=abs) for row in result["advantages"]]
+        if result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
+            result["advantages"] = peaks  # one for each response is shorter
         if max(sizes.values()) > 1e-4:
-            peaks = [max(row, key=abs) for row in numbers["advantages"]]
-            if numbers["advantages"] == [
-                [x * m for m in row] for x, row in zip(peaks, rollout["response_mask"])
-            ]:
-                numbers["advantages"] = peaks  # one for each response is shorter
-            mistakes[mistake] = {key: short(x, 6) for key, x in numbers.items() if sizes[key] > 1e-9}
+            mistakes[what] = {key: short(x, 6) for key, x in result.items() if sizes[key] > 1e-9}
     return {"name": name, "inputs": inputs, "expected": short(expected, 13), "mistakes": mistakes}
 
 
