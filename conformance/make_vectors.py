@@ -106,7 +106,9 @@ def make_case(method: str, name: str, rollout: dict, references: dict[str, dict]
     if "reward_weights" in inputs:
         inputs["scores"] = rollout["several_scores"]
     case = rollout | inputs
-    case |= {key: torch.tensor(case[key]).double() for key in rollout if isinstance(case[key], list)}
+    case |= {
+        key: torch.tensor(case[key], dtype=torch.float64) for key in rollout if isinstance(case[key], list)
+    }
     case["response_mask"] = case["response_mask"].bool()
     called = set()
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))

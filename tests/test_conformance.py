@@ -71,3 +71,8 @@ def test_the_example_of_the_page_passes(capsys):
     page = (ROOT / "conformance" / "README.md").read_text()
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     assert capsys.readouterr().out.count("passed") == len(make_vectors.PLAN["cases"])
+
+
+@pytest.mark.parametrize("result", [{"loss": float("nan")}, {"advantages": [float("inf")] * 6}])
+def test_no_number_is_no_pass(result):
+    assert len(check.report("grpo", lambda case: result)) == len(make_vectors.PLAN["cases"])
