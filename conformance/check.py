@@ -30,7 +30,7 @@ def difference(name: str, result, expected, mask) -> float:
     """The largest difference, relative to the largest expected number; for a loss below 1, the difference."""
     result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
     if name == "advantages":  # (B, T), or one number for each response
-        result, expected = (x.reshape(len(mask), -1) * mask for x in (result, expected))
+        result, expected = (np.where(mask, x.reshape(len(mask), -1), 0.0) for x in (result, expected))
     scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
     return float(np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() / scale)
 
