@@ -39,14 +39,15 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
     """Print each case, and return (case, what differs, by how much, names of mistakes with the same numbers)."""
     found = []
     for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
-        mask, wrong = inputs["response_mask"], []
-        for key, result in function(inputs).items():
+        mask, wrong, results = inputs["response_mask"], [], function(inputs)
+        if not results:
+            raise ValueError(f"{method}: the function returned nothing; return advantages, loss or gradient")
+        for key, result in results.items():
             size = difference(key, result, case["expected"][key], mask)
             if not size <= tolerance:
                 numbers = {mistake: x[key] for mistake, x in case["mistakes"].items() if key in x}
-                names = [
-                    m for m, x in numbers.items() if difference(key, result, x, mask) <= MISTAKE_TOLERANCE
-                ]
+                near = {mistake: difference(key, result, x, mask) for mistake, x in numbers.items()}
+                names = [mistake for mistake, distance in near.items() if distance <= MISTAKE_TOLERANCE]
                 wrong.append((name, key, size, names))
         for _, key, size, names in wrong:
             print(f"{method}, {name}: {key} off by {size:.1g}; {' or '.join(names) or 'no listed mistake'}")

@@ -68,6 +68,11 @@ def test_planted_mistakes_are_named(capsys):
     assert "grpo, ratios beyond the clip: gradient off by" in capsys.readouterr().out
 
 
+def test_nothing_is_no_pass():
+    with pytest.raises(ValueError, match="returned nothing"):
+        check.report("grpo", lambda case: {})
+
+
 def test_the_example_of_the_page_passes(capsys):
     page = (ROOT / "conformance" / "README.md").read_text()
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
