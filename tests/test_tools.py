@@ -1,12 +1,8 @@
 """reinforce_pp_tools.py: sampling continues behind a tool's answers, and nothing is learned from them."""
 
 import re
-import subprocess
-import sys
-import time
 
 import pytest
-import python_tool
 import soak
 import tokenizers
 import torch
@@ -208,35 +204,3 @@ def test_ids_stay_as_they_were_sampled(tool):
     rollout = generate(model, tool, prompts=[[2, 3]] * 400, **flags)
     responses = rollout["sequences"][:, 2:]
     assert ((responses[:, :-1] == 2) & (responses[:, 1:] == 3)).any()
-
-
-PROGRAMS = {  # code, what the answer contains
-    "output": ("print(6 * 7)", "42"),
-    "error": ("1 / 0", "ZeroDivisionError"),
-    "endless loop": ("while True: pass", "killed|TimeoutError"),
-    "flood": ("while True: print('x' * 10**6)", r"xxx \.\.\. "),
-    "memory": ("x = bytearray(2**34)", "MemoryError"),
-    "environment": ("import os; print(os.environ)", r"environ\(\{(?!.*SECRET)"),
-    "children": ("import os, time\nfor _ in range(5): os.fork()\ntime.sleep(60)", "TimeoutError"),
-}
-
-
-def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_python_tool_survives(name, monkeypatch):
-    monkeypatch.setattr(python_tool, "SECONDS", 2)
-    monkeypatch.setenv("SECRET", "1")
-    code, pattern = PROGRAMS[name]
-    answer = python_tool.fenced(f"I compute:\n```python\n{code}\n```")
-    assert re.search(pattern, answer, re.DOTALL) and len(answer) < 1200
-    assert answer.startswith("\n```output\n") and answer.endswith("\n```\n")
-    end = time.monotonic() + 30
-    while f"{sys.executable} -sPc" in processes():  # a process that was killed may take a moment to go
-        assert time.monotonic() < end
-
-
-def test_the_python_tool_answers_the_end_of_a_call_only():
-    assert python_tool.fenced("```python\nprint(1)\n") is None and python_tool.fenced("no code") is None
