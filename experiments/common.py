@@ -167,13 +167,6 @@ def environment(group: str) -> Path:
     return python
 
 
-def memory_gib(field: str) -> float:
-    """VmRSS, the memory that this process holds now, or VmHWM, the most it held. Linux only."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 2**20
-
-
 def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
     """The values of a metric over the iterations that have it."""
     return [round(line[key], digits) for line in metrics if key in line]
