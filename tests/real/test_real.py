@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M, in rloo.py, its result in transformers' pipeline, and the rewards of data/: make test-real.
+"""A real model, SmolLM2-135M: rloo.py's result in transformers' pipeline, and the rewards of data/ (make test-real).
 
 Needs data/smollm2, the group test-real of pyproject.toml and 6 GB of memory.
 """
