@@ -3,7 +3,7 @@
 import re
 
 import pytest
-import soak
+import resume
 import tokenizers
 import torch
 import transformers
@@ -104,46 +104,6 @@ def test_logprobs_of_sampling_are_those_of_the_update(model, tool):
     assert (again[~mask] == 0).all() and (rollout["entropy"][~mask] == 0).all()
 
 
-@pytest.fixture
-def trained(tool):
-    """A model in float64, and 14 responses with all that policy_loss reads."""
-    model = make_model("llama").double()
-    model.generation_config.eos_token_id = EOS_IDS
-    rollout = generate(model, tool, k=2, max_response_length=20)
-    rollout |= {"scores": torch.randn(14), "ref_logprobs": rollout["old_logprobs"] - 0.1}
-    return model, rollout | script.compute_advantages(ARGS, rollout)
-
-
-def gradient(model, rollout, size):
-    model.zero_grad()
-    num_tokens = rollout["response_mask"].sum()
-    for _, batch in script.micro_batches(rollout, torch.arange(14), size):
-        logprobs = script.token_logprobs(model, batch, 1.0)
-        loss, _ = script.policy_loss(ARGS, batch, logprobs, 14, num_tokens)
-        loss.backward()
-    return torch.cat([x.grad.flatten() for x in model.parameters()])
-
-
-def test_the_gradient_does_not_depend_on_micro_batches(trained):
-    model, rollout = trained
-    whole = gradient(model, rollout, 14)
-    for size in (1, 3):
-        assert (gradient(model, rollout, size) - whole).norm() < 1e-12 * whole.norm()
-
-
-def test_no_gradient_reaches_the_logits_of_an_answer(trained):
-    """It is exactly 0 there, and not 0 elsewhere."""
-    model, rollout = trained
-    seen = []
-    hook = lambda _, __, logits: logits.retain_grad() or seen.append(logits)  # noqa: E731
-    model.get_output_embeddings().register_forward_hook(hook)
-    gradient(model, rollout, 14)
-    touched = seen[0].grad[:, :-1].abs().amax(-1)  # (B, T)
-    ((_, batch),) = script.micro_batches(rollout, torch.arange(14), 14)
-    assert (touched[in_answer(batch)] == 0).all() and in_answer(batch).any()
-    assert (touched[batch["response_mask"]] > 0).float().mean() > 0.3
-
-
 def test_without_a_call_it_is_its_parent(tmp_path):
     """To the last bit: weights, metrics, samples. The calculator is asked at each `=` and answers nothing."""
     flags = {"model": "toy/policy", "dataset": "toy/train.jsonl", "batch_size": 128}
@@ -151,12 +111,12 @@ def test_without_a_call_it_is_its_parent(tmp_path):
     names = ["reinforce_pp_baseline", "reinforce_pp_tools"]
     for name in names:
         run(name, **flags, run_dir=tmp_path / name)
-    parent, child = (soak.without_clock(tmp_path / name / "metrics.jsonl") for name in names)
+    parent, child = (resume.without_clock(tmp_path / name / "metrics.jsonl") for name in names)
     assert child == [line | {"calls": 0} for line in parent]
     parent, child = ((tmp_path / name / "samples.jsonl").read_text() for name in names)
     assert parent == child
     parent, child = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in names)
-    assert soak.equal(parent["policy"], child["policy"])
+    assert resume.equal(parent["policy"], child["policy"])
 
 
 def test_metrics_count_sampled_tokens(tmp_path, monkeypatch):
