@@ -61,12 +61,6 @@ def all_flags(script: str, seed: int, flags: dict) -> dict:
     return {name: value for name, value in all_flags.items() if name not in left_out}
 
 
-def demo_words(run_dir: str) -> list[str]:
-    """The command line of `make real`."""
-    flags = all_flags("rloo", 1, DEMO) | {"run_dir": run_dir}
-    return ["python", "rloo.py", *common.flags_of("rloo", flags)]
-
-
 def read(run_dir: Path) -> dict:
     """The evaluations of a run, and the samples of the first and of the last."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -105,9 +99,9 @@ def print_run(run: dict) -> None:
 
 def demo() -> None:
     run_dir = f"runs/real__{time.strftime('%Y%m%d-%H%M%S')}"
-    command = demo_words(run_dir)
-    print(" ".join(command), flush=True)
-    subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True)
+    words = ["rloo.py", *common.flags_of("rloo", all_flags("rloo", 1, DEMO) | {"run_dir": run_dir})]
+    print("python", *words, flush=True)
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
     print_run(read(ROOT / run_dir))
 
 
