@@ -43,6 +43,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import datasets
 import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
@@ -57,7 +60,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-LOGS = ("metrics.jsonl", "samples.jsonl")
 
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
@@ -121,7 +123,7 @@ class Args:
     # From here to `estimator: end` stands what makes the method. The rest is the same in the sibling scripts.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 1  # sampled responses per prompt; the greedy one is the baseline of each
-    min_samples_per_prompt: ClassVar[int] = 1  # for check_args; a ClassVar is no flag
+    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
     kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of every token
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
@@ -160,19 +162,6 @@ def all_sum(x):
 def total(x):
     """The sum of all elements of x on all ranks, as a number."""
     return float(all_sum(x.sum()))
-
-
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    device_type = torch.device(args.device).type
-    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-class Cache(transformers.DynamicCache):
-    """Keys and values of the tokens so far, both in the dtype of the values: autocast gives float32 keys."""
-
-    def update(self, keys, values, *others):
-        return super().update(keys.to(values.dtype), values, *others)
 
 
 def eos_ids(model, tokenizer):
@@ -282,9 +271,12 @@ def token_logprobs(model, batch, temperature):
 
 
 def micro_batches(rollout, indices, size):
-    """Yield (part, batch): up to `size` of the indices of rows, and their tensors with less padding."""
+    """Split the rows with these indices into parts of up to `size`. Yields each part, and its tensors.
+
+    The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
+    """
     lengths = rollout["response_mask"][indices].sum(1)
-    by_length = indices[lengths.argsort(stable=True)]  # similar lengths go together
+    by_length = indices[lengths.argsort(stable=True)]
     for part in by_length.split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
@@ -302,13 +294,13 @@ def rollout_logprobs(args, model, rollout):
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
         with autocast(args):
-            logprobs = token_logprobs(model, batch, args.temperature)  # (b, T), but T of the micro-batch
+            logprobs = token_logprobs(model, batch, args.temperature)  # (b, T) with the T of the micro-batch
         result[part, : logprobs.shape[1]] = logprobs
     return result
 
 
 def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows of the dataset for an iteration. Each epoch has a new order, less a remainder."""
+    """This rank's rows of the dataset for an iteration. An epoch shuffles, and drops an incomplete batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     shuffled = torch.randperm(len(dataset), generator=generator)
@@ -336,7 +328,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # some models have weights that nothing uses
             parameter.grad = all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
+    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
@@ -359,11 +351,13 @@ def main(args):
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
     reward = load_reward(args, "reward", device)
     eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
-    # optimizer_step sets the learning rate.
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
+    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    weights = [float(weight.detach().sum()) for weight in policy.parameters()]
+    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
+    open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
@@ -405,7 +399,7 @@ def main(args):
         # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
         if args.anneal_lr:
-            lr_factor *= 1 - (iteration - 1) / args.num_iterations
+            lr_factor = min(lr_factor, 1 - (iteration - 1) / args.num_iterations)
         stats = defaultdict(float)  # sums over this rank's micro-batches
         grad_norms = []  # one for each optimizer step
         logprob_difference = torch.zeros((), device=device)  # between sampling and training: should be near 0
@@ -472,6 +466,8 @@ def main(args):
 
 # --- plumbing: models, data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
 
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
 
 def say(text):
     """Print, on rank 0."""
@@ -495,6 +491,19 @@ def explain(what, remedy):
         yield
     except Exception as error:
         check(False, f"{what}: {error!r:.300}; {remedy}")
+
+
+def autocast(args):
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+class Cache(transformers.DynamicCache):
+    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.to(values.dtype), values, *others)
 
 
 def check_args(args):
@@ -814,20 +823,22 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
-def resume_or_start(args, run_dir, state, dataset):
-    """Load the checkpoint, if there is one, and prepare the run folder. Returns the finished iterations."""
-    checkpoint = {"iteration": 0, "log_sizes": dict.fromkeys(LOGS, 0)}
+def load_checkpoint(run_dir, state):
+    """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
     path = run_dir / "checkpoint.pt"
-    if path.exists():
-        with explain(path, "restore it, or delete it to start over"):
-            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-            for name, part in state.items():
-                part.load_state_dict(checkpoint[name])
-    start = checkpoint["iteration"]
-    weights = [float(weight.detach().sum()) for weight in state["policy"].parameters()]
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": start})
+    if not path.exists():
+        return 0, dict.fromkeys(LOGS, 0)
+    with explain(path, "restore it, or delete it to start over"):
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+        return checkpoint["iteration"], checkpoint["log_sizes"]
+
+
+def open_run(args, run_dir, log_sizes):
+    """On rank 0, lock the run folder, write the flags and a copy of the script, and cut the logs."""
     if RANK > 0:
-        return start
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     with explain(f"--run_dir {run_dir}", "another process may train there; use another folder"):
         lock = run_lock(run_dir)
@@ -837,7 +848,7 @@ def resume_or_start(args, run_dir, state, dataset):
         path.write_text(json.dumps(vars(args) | {"ranks": WORLD_SIZE}, indent=2))
     if Path(__file__).resolve().parent != run_dir.resolve():  # unless this file is that copy
         shutil.copy(__file__, run_dir)
-    for name, size in checkpoint["log_sizes"].items():
+    for name, size in log_sizes.items():
         with open(run_dir / name, "ab") as file:
             check(file.tell() >= size, f"{run_dir / name}: is shorter than at the checkpoint; restore it")
             file.truncate(size)  # what was logged after the checkpoint comes again
@@ -845,7 +856,7 @@ def resume_or_start(args, run_dir, state, dataset):
         import wandb
 
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return start
+        wandb.define_metric("*", step_metric="iteration")  # wandb's own step could not go back on a resume
 
 
 def log(args, run_dir, iteration, metrics, samples):
@@ -862,7 +873,7 @@ def log(args, run_dir, iteration, metrics, samples):
     if args.track:
         import wandb
 
-        wandb.log(metrics, step=iteration)
+        wandb.log({"iteration": iteration} | metrics)
     if samples or metrics.get("seconds", 0) > 10:
         shown = ["score", "kl", "response_length", "tokens_per_second"]
         texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]

@@ -39,6 +39,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+# Before torch is imported: fewer gaps in the memory of a GPU
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import datasets
 import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
@@ -52,7 +55,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 @dataclass
@@ -137,12 +139,6 @@ def total(x):
     return float(all_sum(x.sum()))
 
 
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    device_type = torch.device(args.device).type
-    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
 def choose_rows(args, dataset, iteration):
     """The indices of this rank's rows for an iteration. Each epoch has a new order, less a remainder."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
@@ -179,7 +175,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # some models have weights that nothing uses
             parameter.grad = all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower --learning_rate")
+    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
@@ -198,11 +194,13 @@ def main(args):
     if isinstance(dataset[0]["prompt"], str):
         tokenizer.chat_template = None  # a policy script would put texts through it
     num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
-    # optimizer_step sets the learning rate.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
     state = {"model": model, "optimizer": optimizer}  # what a checkpoint holds
 
-    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
+    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    weights = [float(weight.detach().sum()) for weight in model.parameters()]
+    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
+    open_run(args, run_dir, log_sizes)
     say(f"{model.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out pairs, before the first iteration; the later evaluations are in step 6
@@ -219,7 +217,7 @@ def main(args):
         # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
         if args.anneal_lr:
-            lr_factor *= 1 - (iteration - 1) / num_iterations
+            lr_factor = min(lr_factor, 1 - (iteration - 1) / num_iterations)
         step_loss = torch.zeros((), device=device)  # of this rank's micro-batches
         step_scores = []
         center = args.center_rewards_coefficient
@@ -268,6 +266,8 @@ def main(args):
 
 # --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
 
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
 
 def say(text):
     """Print, on rank 0."""
@@ -291,6 +291,12 @@ def explain(what, remedy):
         yield
     except Exception as error:
         check(False, f"{what}: {error!r:.300}; {remedy}")
+
+
+def autocast(args):
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 def check_args(args):
@@ -533,20 +539,22 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
-def resume_or_start(args, run_dir, state, dataset):
-    """Load the checkpoint, if there is one, and prepare the run folder. Returns the finished iterations."""
-    checkpoint = {"iteration": 0, "log_sizes": dict.fromkeys(LOGS, 0)}
+def load_checkpoint(run_dir, state):
+    """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
     path = run_dir / "checkpoint.pt"
-    if path.exists():
-        with explain(path, "restore it, or delete it to start over"):
-            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-            for name, part in state.items():
-                part.load_state_dict(checkpoint[name])
-    start = checkpoint["iteration"]
-    weights = [float(weight.detach().sum()) for weight in state["model"].parameters()]
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": start})
+    if not path.exists():
+        return 0, dict.fromkeys(LOGS, 0)
+    with explain(path, "restore it, or delete it to start over"):
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+        return checkpoint["iteration"], checkpoint["log_sizes"]
+
+
+def open_run(args, run_dir, log_sizes):
+    """On rank 0, lock the run folder, write the flags and a copy of the script, and cut the logs."""
     if RANK > 0:
-        return start
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     with explain(f"--run_dir {run_dir}", "another process may train there; use another folder"):
         lock = run_lock(run_dir)
@@ -556,7 +564,7 @@ def resume_or_start(args, run_dir, state, dataset):
         path.write_text(json.dumps(vars(args) | {"ranks": WORLD_SIZE}, indent=2))
     if Path(__file__).resolve().parent != run_dir.resolve():  # unless this file is that copy
         shutil.copy(__file__, run_dir)
-    for name, size in checkpoint["log_sizes"].items():
+    for name, size in log_sizes.items():
         with open(run_dir / name, "ab") as file:
             check(file.tell() >= size, f"{run_dir / name}: is shorter than at the checkpoint; restore it")
             file.truncate(size)  # what was logged after the checkpoint comes again
@@ -564,7 +572,7 @@ def resume_or_start(args, run_dir, state, dataset):
         import wandb
 
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return start
+        wandb.define_metric("*", step_metric="iteration")  # wandb's own step could not go back on a resume
 
 
 def log(args, run_dir, iteration, metrics, samples):
@@ -581,7 +589,7 @@ def log(args, run_dir, iteration, metrics, samples):
     if args.track:
         import wandb
 
-        wandb.log(metrics, step=iteration)
+        wandb.log({"iteration": iteration} | metrics)
     if samples or iteration % args.log_every == 0 or metrics.get("seconds", 0) > 10:
         shown = ["loss", "accuracy", "margin", "tokens_per_second", "pairs_per_second"]
         texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]

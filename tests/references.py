@@ -110,6 +110,15 @@ def rloo_advantages(args, rollout):
     return advantages
 
 
+def opo_advantages(args, rollout):
+    advantages = []
+    lengths = rollout["response_mask"].sum(1).tolist()
+    for scores, T in zip(groups(rollout["scores"].tolist(), args), groups(lengths, args)):
+        baseline = math.fsum(t * r for t, r in zip(T, scores)) / sum(T)
+        advantages += [r - baseline for r in scores]
+    return advantages
+
+
 def raft_advantages(args, rollout):
     advantages = []
     for group in groups(rewards(args, rollout), args):
@@ -121,6 +130,11 @@ def raft_advantages(args, rollout):
 def reinforce_advantages(args, rollout):
     R = rewards(args, rollout)
     return [x - math.fsum(R) / len(R) for x in R]
+
+
+def flash_reinforce_advantages(args, rollout):
+    scores = rollout["scores"].tolist()
+    return [x - math.fsum(scores) / len(scores) for x in scores]
 
 
 def reinforce_pp_advantages(args, rollout):
@@ -187,7 +201,7 @@ def remax_loss(args, batch, new, num_sequences, num_tokens):
     return -sum(token.advantage * token.new for token in tokens(batch, new)) / num_tokens, None
 
 
-rloo_loss = raft_loss = maxrl_loss = reinforce_loss
+rloo_loss = raft_loss = maxrl_loss = opo_loss = reinforce_loss
 distill_loss = remax_loss
 
 
@@ -284,6 +298,20 @@ def dppo_loss(args, batch, new, num_sequences, num_tokens):
             weight = min(token.ratio.item(), args.max_ratio)
             loss = loss - weight * token.advantage * token.new / num_tokens
     return loss, count / num_tokens
+
+
+def flash_reinforce_loss(args, batch, new, num_sequences, num_tokens):
+    """And the share of rejected responses."""
+    divergence, loss = [0.0] * len(new), 0.0
+    for token in tokens(batch, new):
+        p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (token.old, token.new.item()))
+        d = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        divergence[token.row] += d / token.length
+    for token in tokens(batch, new):
+        if divergence[token.row] <= args.delta:
+            weight = token.ratio.item() * token.advantage / token.length
+            loss = loss - weight * token.new / num_sequences
+    return loss, sum(x > args.delta for x in divergence) / num_sequences
 
 
 def ppo_value_loss(args, batch, values, num_tokens):

@@ -5,6 +5,9 @@ import dataclasses
 import importlib
 import math
 import re
+import runpy
+import shutil
+import subprocess
 from itertools import product
 from typing import NamedTuple
 
@@ -103,7 +106,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
     for seed in range(5):
-        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2)
+        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1)
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
@@ -118,9 +121,10 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
         parts = stats["policy_loss"] + stats.get("kl_loss", 0.0)
         torch.testing.assert_close(parts, loss.detach(), **EXACT)
         assert ("kl_loss" in stats) == (ROWS[name].kl_in == "loss")
-        assert ("clip_fraction" in stats) == (share is not None)
+        limited = stats.get("clip_fraction", stats.get("rejected"))  # share of tokens, or of responses
+        assert (limited is None) == (share is None)
         if share is not None:
-            assert float(stats["clip_fraction"]) == pytest.approx(share, rel=1e-6) and 0 < share < 1
+            assert float(limited) == pytest.approx(share, rel=1e-6) and 0 < share < 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -229,19 +233,63 @@ def test_what_the_table_says_of_the_loss(name):
 def test_what_the_table_says_of_flags_and_clip(name):
     args, row = make_args(name), ROWS[name]
     far = slopes(name, 3.0)[BASE["response_mask"]]  # good responses, far beyond any clip
-    assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability"))
+    assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability", "response"))
     if hasattr(args, "clip_eps"):
         assert row.clip.endswith(f", -{args.clip_eps:g} +{args.clip_eps:g}")
     elif hasattr(args, "clip_eps_low"):
         assert row.clip.endswith(f", -{args.clip_eps_low:g} +{args.clip_eps_high:g}")
     elif hasattr(args, "delta"):
-        assert row.clip == f"probability, {args.delta:g}"
+        assert row.clip.endswith(f", {args.delta:g}")
     else:
         assert row.clip in ("soft gate", "none")
     steps = str(args.num_minibatches * args.update_epochs)
     if "num_minibatches" not in vars(args):  # it is not a flag
         steps += ", fixed"
     assert (row.k, row.steps) == (str(args.samples_per_prompt), steps)
+
+
+def patched_grpo(patch: str, folder) -> dict:
+    """What grpo.py defines with this patch of experiments/patches."""
+    script = shutil.copy(ROOT / "grpo.py", folder)
+    subprocess.run(["git", "apply", ROOT / f"experiments/patches/{patch}.patch"], cwd=folder, check=True)
+    return runpy.run_path(script)
+
+
+def gradient_of_grpo(grpo: dict, batch: dict, moved: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """Of the loss at each token, where the log-probs have moved so far from the old ones."""
+    logprobs = (batch["old_logprobs"] + moved).requires_grad_()
+    loss, _ = grpo["policy_loss"](grpo["Args"](kl_coef=kl_coef), batch, logprobs, 13, 57)
+    return torch.autograd.grad(loss, logprobs)[0]
+
+
+def test_the_unbiased_kl_has_the_gradient_of_k2(tmp_path):
+    """rho k3 has rho times the gradient of k2, token by token; on policy rho is 1."""
+    batch = make_rollout(0, 4)
+    batch["advantages"] = 0 * batch["advantages"]
+    lengths = batch["response_mask"].sum(1, keepdim=True)
+    grpo = patched_grpo("unbiased_kl", tmp_path)
+    for moved in (0 * batch["values"], 0.5 * batch["values"]):
+        k2_slope = batch["old_logprobs"] + moved - batch["ref_logprobs"]
+        expected = 0.3 * moved.exp() * k2_slope / lengths / 13
+        torch.testing.assert_close(gradient_of_grpo(grpo, batch, moved, 0.3), expected, **EXACT)
+
+
+WEIGHTS = {"tis": lambda x: min(x, 2.0), "icepop": lambda x: x if 0.5 <= x <= 5.0 else 0.0}
+
+
+@pytest.mark.parametrize("patch", WEIGHTS)
+def test_the_ratio_to_the_sampler_weighs_a_token(patch, tmp_path):
+    """The policy gradient of grpo.py, times a function of pi_old / mu; the KL is not weighted."""
+    batch = make_rollout(0, 4)
+    moved, sampler_ratio = 0.5 * batch["values"], (1.5 * batch["values"].flip(0)).exp()
+    batch["sampler_logprobs"] = batch["old_logprobs"] - sampler_ratio.log()
+    weights = sampler_ratio.clone().apply_(WEIGHTS[patch])
+    grpo, original = patched_grpo(patch, tmp_path), vars(MODULES["grpo"])
+    expected = weights * gradient_of_grpo(original, batch, moved, 0.0)
+    torch.testing.assert_close(gradient_of_grpo(grpo, batch, moved, 0.0), expected, **EXACT)
+    batch["advantages"] = 0 * batch["advantages"]
+    expected = gradient_of_grpo(original, batch, moved, 0.3)
+    torch.testing.assert_close(gradient_of_grpo(grpo, batch, moved, 0.3), expected, **EXACT)
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

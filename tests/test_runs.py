@@ -222,13 +222,15 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
 
     logged, options = [], {}
     monkeypatch.setattr(wandb, "init", lambda **x: options.update(x))
-    monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
+    monkeypatch.setattr(wandb, "define_metric", lambda name, **x: options.update(x))
+    monkeypatch.setattr(wandb, "log", logged.append)
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
     assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
+    assert options["step_metric"] == "iteration"
     assert options["id"] == "mine" and options["resume"] == "allow" and options["config"]["batch_size"] == 16
 
 
-@pytest.mark.parametrize("anneal, expected", [(False, [1, 2, 3, 3, 3]), (True, [1, 1.6, 1.8, 1.2, 0.6])])
+@pytest.mark.parametrize("anneal, expected", [(False, [1, 2, 3, 3, 3]), (True, [1, 2, 1.8, 1.2, 0.6])])
 def test_learning_rates_rise_from_the_first_step_and_may_fall(anneal, expected, tmp_path, monkeypatch):
     """Those that the optimizers of policy and critic have."""
     rates, step = [], torch.optim.AdamW.step

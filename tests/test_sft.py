@@ -99,8 +99,9 @@ def test_shared_functions_are_the_same():
     """So that a test of one script holds for the others."""
     of_grpo = ["all_sum", "total", "autocast", "optimizer_step", "check", "explain", "say", "start_ranks"]
     of_grpo += ["check_ranks_agree", "read_rows", "replacing", "run_lock", "save_checkpoint"]
+    of_grpo += ["load_checkpoint", "open_run"]
     cases = [(grpo, name, STAGES) for name in of_grpo]
-    cases += [(grpo, name, [sft, dpo]) for name in ("load_model", "resume_or_start", "save_model")]
+    cases += [(grpo, name, [sft, dpo]) for name in ("load_model", "save_model")]
     cases += [(sft, name, STAGES) for name in ("token_ids", "find_run")]
     cases += [(sft, name, [dpo]) for name in ("describe", "log")]
     cases += [(sft, "check_args", [reward_model])]
@@ -151,7 +152,7 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     assert resume.differences(whole, killed) == []
     lines = read_jsonl(killed / "metrics.jsonl")
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
-    linear = [min(1, (i + 1) / 4) * (1 - i / len(rates)) for i in range(len(rates))]
+    linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
     evaluated = {x["iteration"] for x in lines if "eval/loss" in x}
     assert evaluated == {*range(0, len(rates), 7), len(rates)}
