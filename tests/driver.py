@@ -141,9 +141,8 @@ class Recorder:
     def compute_advantages(self, args, rollout):
         result = self.original["compute_advantages"](args, rollout)
         mask = rollout["response_mask"]
-        self.seen["advantages"] += [
-            row[row_mask].tolist() for row, row_mask in zip(result["advantages"], mask)
-        ]
+        for row, row_mask in zip(result["advantages"], mask):
+            self.seen["advantages"].append(row[row_mask].tolist())
         scores = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
         self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]

@@ -4,11 +4,8 @@ from pathlib import Path
 
 from conftest import ROOT, read_jsonl, write_jsonl
 
-DATA = {
-    "sft": "demonstrations.jsonl",
-    "reward_model": "preferences_train.jsonl",
-    "dpo": "preferences_train.jsonl",
-}
+PAIRS_FILE = "preferences_train.jsonl"
+DATA = {"sft": "demonstrations.jsonl", "reward_model": PAIRS_FILE, "dpo": PAIRS_FILE}  # in toy/
 PAIRS = [
     {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},

@@ -205,5 +205,5 @@ def test_ranks_that_differ_get_one_line(tmp_path):
         "--model",
         "--run_dir",
     ):
-        assert name in said
+        assert f" {name}" in said
     assert before == {path: path.read_bytes() for path in before} and not (tmp_path / "run1").exists()

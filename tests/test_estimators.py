@@ -29,17 +29,14 @@ class Row(NamedTuple):
     loss: str
     k: str  # responses per prompt, by default
     compared_with: str  # whose scores, besides its own, change the advantages of a response
-    scale: (
-        str  # yes: scores times 9 give the same advantages without KL; 0 or 1: the only scores that it takes
-    )
+    scale: str  # yes: scores times 9 give the same advantages without KL; 0 or 1: it takes no others
     kl_in: str  # the reward, and so the advantages, or the loss
     clip: str  # of the objective, so that a token beyond it has no gradient, or of a weight
     steps: str  # optimizer steps per rollout, by default
 
 
-TABLE = re.findall(
-    r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", (ROOT / "docs" / "estimators.md").read_text(), re.MULTILINE
-)
+PAGE = (ROOT / "docs" / "estimators.md").read_text()
+TABLE = re.findall(r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", PAGE, re.MULTILINE)
 ROWS = {name: Row(*cells.split(" | ")) for name, cells in TABLE}
 
 
@@ -130,9 +127,8 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 @pytest.mark.parametrize("seed", range(5))
 def test_value_loss_and_its_gradient_equal_the_loops(seed):
     batch, args = make_rollout(seed, k=3), MODULES["ppo"].Args(value_clip_eps=0.2)
-    noise, batch["returns"] = (
-        torch.randn(2, *batch["values"].shape, dtype=torch.float64) * batch["response_mask"]
-    )
+    numbers = torch.randn(2, *batch["values"].shape, dtype=torch.float64)
+    noise, batch["returns"] = numbers * batch["response_mask"]
     values = (batch["values"] + 0.3 * noise).requires_grad_()
     loss, stats = MODULES["ppo"].value_loss(args, batch, values, num_tokens=41)
     expected = references.ppo_value_loss(args, batch, values, 41)

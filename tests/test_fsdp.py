@@ -18,13 +18,8 @@ def runs(request, tmp_path_factory):
     heldout = write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[:5])
     flags = {"batch_size": 48, "num_iterations": 3, "max_grad_norm": 0.1}
     flags |= {"eval_dataset": heldout, "eval_every": 2}
-    half = {
-        "dtype": "bfloat16",
-        "gradient_checkpointing": True,
-        "batch_size": 48,
-        "eval_every": 0,
-        "num_iterations": 3,
-    }
+    half = {"dtype": "bfloat16", "gradient_checkpointing": True, "batch_size": 48, "num_iterations": 3}
+    half["eval_every"] = 0
     stopped = half | {"run_dir": folder / "resumed", "num_iterations": 2}
     resumed = half | {"run_dir": folder / "resumed"}
     cases = [{"script": "grpo", "sample": True, "flags": flags}]

@@ -46,13 +46,8 @@ def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
 def cases_of(name: str, ranks: int, folder, out) -> dict[str, dict]:
     """The flags of a policy script's runs on so many ranks."""
     common = {"dataset": folder / "train.jsonl", "batch_size": 48, "max_response_length": 12}
-    function = "right_or_wrong" if is_for_0_and_1(name) else "reward"
-    fixed = {
-        **common,
-        "reward": f"{ROOT}/tests/driver.py:{function}",
-        "num_iterations": 1,
-        "max_grad_norm": 1e9,
-    }
+    reward = f"{ROOT}/tests/driver.py:{'right_or_wrong' if is_for_0_and_1(name) else 'reward'}"
+    fixed = {**common, "reward": reward, "num_iterations": 1, "max_grad_norm": 1e9}
     fields = [field.name for field in dataclasses.fields(importlib.import_module(name).Args)]
     if "kl_coef" in fields:
         fixed["kl_coef"] = 0.3
@@ -81,16 +76,13 @@ def cases_of(name: str, ranks: int, folder, out) -> dict[str, dict]:
 
 def record_all(ranks: int, folder, out) -> dict[tuple, list[dict]]:
     """By script and case, what each rank saw."""
-    flags = {}
-    for name in POLICY_SCRIPTS:
-        flags |= {(name, case): x for case, x in cases_of(name, ranks, folder, out).items()}
-    for name in DATA:
-        flags |= {(name, case): x for case, x in stage_cases(name, ranks, folder).items()}
-    is_fixed = ("fixed", "whole")
-    cases = [
-        {"script": name, "sample": case not in is_fixed, "flags": x} for (name, case), x in flags.items()
-    ]
-    return dict(zip(flags, record(out, cases, ranks)))
+    keys, cases = [], []
+    for name in (*POLICY_SCRIPTS, *DATA):
+        its_cases = stage_cases(name, ranks, folder) if name in DATA else cases_of(name, ranks, folder, out)
+        for case, flags in its_cases.items():
+            keys.append((name, case))
+            cases.append({"script": name, "sample": case not in ("fixed", "whole"), "flags": flags})
+    return dict(zip(keys, record(out, cases, ranks)))
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,7 @@ def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
 def test_a_reward_gets_copies(tmp_path):
     """What it does to a prompt is not seen by the next iteration, which has the same two prompts."""
     save(tmp_path / "model", make_model("llama"), make_tokenizer(chat=True))
-    write_jsonl(
-        tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[:2]]
-    )
+    write_jsonl(tmp_path / "p.jsonl", [{"prompt": row["prompt"]} for row in CHATS[:2]])
     (tmp_path / "mine.py").write_text(
         "def f(prompts, completions, **columns):\n"
         "    assert [len(prompt) for prompt in prompts] == [1] * 16\n"
@@ -199,10 +197,8 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
     stages.run(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
     (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert "eval/loss" not in line  # not evaluated on the toy's pairs
-    model, own = (
-        transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval(),
-        transformers.AutoTokenizer.from_pretrained(folder),
-    )
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    own = transformers.AutoTokenizer.from_pretrained(folder)
     assert bool(own.chat_template) == (rows is CHATS)
     ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
     form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"

@@ -233,10 +233,8 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize("anneal, expected", [(False, [1, 2, 3, 3, 3]), (True, [1, 2, 1.8, 1.2, 0.6])])
 def test_learning_rates_rise_from_the_first_step_and_may_fall(anneal, expected, tmp_path, monkeypatch):
     """Those that the optimizers of policy and critic have."""
-    rates, step = [], torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self)
-    )
+    AdamW, rates, step = torch.optim.AdamW, [], torch.optim.AdamW.step
+    monkeypatch.setattr(AdamW, "step", lambda x: rates.append(x.param_groups[0]["lr"]) or step(x))
     flags = {"warmup_iterations": 3, "num_iterations": 5, "learning_rate": 3e-4, "critic_learning_rate": 3e-2}
     run("ppo", **flags | ({"anneal_lr": True} if anneal else {}), num_minibatches=1, run_dir=tmp_path)
     assert rates[::2] == pytest.approx([1e-4 * x for x in expected])

@@ -65,9 +65,8 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
     if bos:
         template = tokenizers.processors.TemplateProcessing
         core.post_processor = template("<bos> $A", special_tokens=[("<bos>", 2)])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", pad_token=pad
-    )
+    special = {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": pad}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
     tokenizer.chat_template = CHAT if chat else None
     return tokenizer
 
@@ -75,11 +74,9 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
     """As on the hub: the generation config has several EOS ids, and settings of sampling to be ignored."""
     if model.can_generate():
-        model.generation_config = transformers.GenerationConfig(
-            do_sample=True, top_k=2, top_p=0.5, temperature=0.2, repetition_penalty=1.5
-        )
-        model.generation_config.eos_token_id = stop_ids or 1
-        model.generation_config.pad_token_id = 0
+        sampling = {"top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
+        sampling |= {"do_sample": True, "eos_token_id": stop_ids or 1, "pad_token_id": 0}
+        model.generation_config = transformers.GenerationConfig(**sampling)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
