@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from test_site import ROOT, browser, playwright, visit  # noqa: F401  two fixtures
+from browser import ROOT, browser, playwright, visit  # noqa: F401  two fixtures
 
 pytestmark = pytest.mark.web
 # A port to JavaScript is optional, and so is the sentence about the Playground on the page of a script.
