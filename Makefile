@@ -24,7 +24,6 @@ vectors: .venv/scripts
 # make test-long: kill runs and resume them, and break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
 	.venv/bin/python -m pytest -m long
-	.venv/bin/python tests/soak.py
 	.venv/bin/python tests/mutants.py
 
 # make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux
@@ -38,7 +37,7 @@ real: .venv/scripts .venv/group-real
 	.venv/bin/python data/reversal.py
 	.venv/bin/python experiments/real.py --demo
 
-# make test-real: train a real model, then open the result with pipeline and lm-eval.
+# make test-real: train a real model, open the result with transformers' pipeline, and test the rewards of data/.
 test-real: .venv/scripts .venv/group-test .venv/group-test-real
 	.venv/bin/python data/smollm2.py
 	.venv/bin/python -m pytest -n 0 -m real

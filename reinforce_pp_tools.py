@@ -16,11 +16,11 @@ attends to the answer, but N_tok, the KL, the entropy and response_length count 
 reward reads the answers too, and max_response_length limits sampled tokens plus answers. The calls of a
 sampling step run in threads, and all rows wait for them. The rest of the equations is in
 reinforce_pp_baseline.py; `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the tool. A toy (sums
-such as "4 8 + 7 1 5 ?", with a calculator; a minute, score 0.3 to 0.98), and Python on 8 GPUs:
+such as "4 8 + 7 1 5 ?", with a calculator; a minute, score 0.3 to 0.98), and a real model on 8 GPUs:
 
     python reinforce_pp_tools.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
-        --dataset prompts.jsonl --reward my_reward.py:score --tool data/python_tool.py:fenced \
+        --dataset prompts.jsonl --reward my_reward.py:score --tool my_tool.py:answer \
         --call_end '```' --max_response_length 1024 --batch_size 256 --micro_batch_size 4 \
         --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """

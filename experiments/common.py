@@ -13,7 +13,6 @@ import io
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -167,13 +166,6 @@ def environment(group: str) -> Path:
     return python
 
 
-def memory_gib(field: str) -> float:
-    """VmRSS, the memory that this process holds now, or VmHWM, the most it held. Linux only."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 2**20
-
-
 def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
     """The values of a metric over the iterations that have it."""
     return [round(line[key], digits) for line in metrics if key in line]
@@ -251,13 +243,3 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: list[dict]) -> Non
         print("| " + " | ".join(line) + " |")
     print()
     print_provenance(rows)
-
-
-def print_commands(*commands: list[str]) -> None:
-    """Print commands as a code block, whose lines end before a flag."""
-    print("\n```")
-    for words in commands:
-        text = shlex.join(words).replace(" ", "\xa0").replace("\xa0--", " --")
-        lines = textwrap.wrap(text, 114, break_long_words=False, break_on_hyphens=False)
-        print(" \\\n    ".join(lines).replace("\xa0", " "))
-    print("```\n")

@@ -2,7 +2,6 @@
 
     python experiments/speed.py                        the toy and the long tail: 10 minutes
     python experiments/speed.py --workloads real       after make real: SmolLM2-135M, 8 minutes
-    python experiments/speed.py --workloads ranks      one rank and two, a core each: 20 minutes
 
 The workloads, all with a learning rate too small to change the lengths:
 
@@ -10,8 +9,6 @@ The workloads, all with a learning rate too small to change the lengths:
     tail    a Llama of 10 M parameters with random weights. The probability of EOS is the same at every step, so that
             the lengths have a geometric distribution with a long tail
     real    SmolLM2-135M and lists of words to reverse, in float32
-    ranks   the model of tail: on one core, as two ranks with a core each, and as two runs of half the batch with a
-            core each. The two runs never wait for each other, which bounds the speed of two ranks
 
 The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
 run does not count. TRL has its own environment in experiments/.trl, which the first call makes.
@@ -23,27 +20,25 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import ROOT, environment, group_by, load, mean, run_all, table
+from common import ROOT, curve, environment, flags_of, group_by, load, run_all, table
 
 TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "num_iterations": 16}
 TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "num_iterations": 5}
 REAL = {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "num_iterations": 3}
-WORKLOADS = {"toy": TOY, "tail": TAIL, "real": REAL, "ranks": TAIL | {"batch_size": 128}}
+WORKLOADS = {"toy": TOY, "tail": TAIL, "real": REAL}
 FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "learning_rate": 1e-9, "dtype": "float32"}
-FLAGS |= {"device": "cpu", "eval_every": 0, "log_every": 10**6}
-SYSTEMS = {workload: ("TRL", "grpo.py") for workload in ("toy", "tail", "real")}
-SYSTEMS["ranks"] = ("1 rank", "2 ranks", "2 runs")
-REPEATS = {"toy": 3, "tail": 3, "real": 1, "ranks": 4}  # runs of each system, with the seeds 1, 2, ...
+FLAGS |= {"device": "cpu", "eval_every": 0, "log_every": 10**6, "save_every": 0}
+SYSTEMS = ("TRL", "grpo.py")
+REPEATS = {"toy": 3, "tail": 3, "real": 1}  # runs of each system, with the seeds 1, 2, ...
 
 
 @dataclass
 class Args:
-    workloads: tuple[str, ...] = ("toy", "tail")  # any of toy, tail, real and ranks
+    workloads: tuple[str, ...] = ("toy", "tail")  # any of toy, tail and real
 
 
 def make_tail(folder: Path) -> None:
@@ -83,24 +78,19 @@ def make_tail(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-def run_child(command: list, flags: dict, cores: list[int] | None = None) -> dict:
-    """Run a program that prints a line of JSON for each iteration. With cores, on these and with one thread.
-
-    Returns lists over the iterations after the first, and what the last line says of the whole run.
-    """
+def run_child(command: list, run_dir: Path) -> float:
+    """Run a program, with what it prints in run_dir.log. Returns its peak memory in GiB. Linux only."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    if cores:
-        command = ["taskset", "-c", ",".join(map(str, cores)), *command]
-        env |= {"OMP_NUM_THREADS": "1"}
-    command = [*command, json.dumps(flags)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
-    lists = {key: [line[key] for line in lines[1:]] for key in ("seconds", "lengths")}
-    return lines[-1] | lists
+    with run_dir.with_suffix(".log").open("w") as file:
+        process = subprocess.Popen([*map(str, command)], stdout=file, env=env)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{command[1]} ended with exit status {status}")
+    return usage.ru_maxrss / 2**20
 
 
 def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, script: str = "") -> dict:
-    """Seconds and mean lengths of the iterations of one run, and its peak memory."""
+    """Seconds and mean lengths of the iterations of one run after the first, and its peak memory."""
     model, dataset = tail / "model", tail / "prompts.jsonl"
     if workload == "toy":
         model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
@@ -108,27 +98,16 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, sc
         model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
     flags = FLAGS | WORKLOADS[workload]
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
-
-    ours, trl = ROOT / "experiments" / "speed_ours.py", ROOT / "experiments" / "speed_trl.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if system == "TRL":
-        return run_child([environment("trl"), trl], flags)
-    if system == "grpo.py":
-        return run_child([sys.executable, ours], flags)
-    if system == "1 rank":
-        return run_child([sys.executable, ours], flags, [0])
-    if system == "2 ranks":
-        return run_child([sys.executable, *torchrun, ours], flags, [0, 1])
-
-    def run_half(core: int) -> dict:
-        half = {"seed": 2 * seed + core, "run_dir": f"{run_dir}{core}"}
-        half["batch_size"] = flags["batch_size"] // 2
-        return run_child([sys.executable, ours], flags | half, [core])
-
-    with ThreadPoolExecutor() as pool:  # 2 runs
-        first, second = pool.map(run_half, [0, 1])
-    both = {key: [mean(pair) for pair in zip(first[key], second[key])] for key in ("seconds", "lengths")}
-    return both | {"peak_gib": max(first["peak_gib"], second["peak_gib"])}
+        command = [environment("trl"), ROOT / "experiments" / "speed_trl.py", json.dumps(flags)]
+        peak, log = run_child(command, run_dir), run_dir.with_suffix(".log")
+    else:
+        command = [sys.executable, ROOT / "grpo.py", *flags_of("grpo", flags)]
+        peak, log = run_child(command, run_dir), run_dir / "metrics.jsonl"
+    _, *lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"')]
+    versions = {"versions": lines[-1]["versions"]} if system == "TRL" else {}
+    lists = {"seconds": curve(lines, "seconds", 6), "lengths": curve(lines, "response_length", 6)}
+    return lists | {"peak_gib": peak} | versions
 
 
 # --- the table ---
@@ -145,8 +124,8 @@ def summary(*workloads: str) -> None:
     lines, rows = [], [row for row in load("speed") if row["workload"] in workloads]
     groups = group_by(rows, "workload", "system")
     for workload in workloads:
-        for system in SYSTEMS[workload]:
-            runs, first = groups[workload, system], groups[workload, SYSTEMS[workload][0]]
+        for system in SYSTEMS:
+            runs, first = groups[workload, system], groups[workload, SYSTEMS[0]]
             speed, each = tokens_per_second(runs), [tokens_per_second([run]) for run in runs]
             digits = 0 if speed >= 100 else 1
             text = f"{speed:.{digits}f}"
@@ -161,12 +140,12 @@ def main(args: Args) -> None:
     cells = []
     for workload in args.workloads:
         for seed in range(1, REPEATS[workload] + 1):
-            for system in SYSTEMS[workload]:
+            for system in SYSTEMS:
                 script = {} if system == "TRL" else {"script": "grpo"}
                 cells.append({"workload": workload, "system": system, "seed": seed} | script)
     with tempfile.TemporaryDirectory() as folder:
         tail = Path(folder)
-        if {"tail", "ranks"} & set(args.workloads):
+        if "tail" in args.workloads:
             make_tail(tail)
         run_all("speed", cells, functools.partial(measure, tail), workers=1)
 

@@ -9,7 +9,7 @@ import time
 
 import transformers
 import trl
-from common import memory_gib, versions
+from common import versions
 from datasets import load_dataset
 
 flags = json.loads(sys.argv[1])
@@ -33,9 +33,8 @@ class Clock(transformers.TrainerCallback):
         self.length = logs.get("completions/mean_length", self.length)
         if "train_runtime" not in logs and state.global_step % steps == 0:
             now = time.perf_counter()
-            line = {"seconds": self.last_end and now - self.last_end, "lengths": self.length}
-            line |= {"peak_gib": memory_gib("VmHWM"), "versions": versions("trl")}
-            print(json.dumps(line), flush=True)
+            line = {"seconds": self.last_end and now - self.last_end, "response_length": self.length}
+            print(json.dumps(line | {"versions": versions("trl")}), flush=True)
             self.last_end = time.perf_counter()
 
 

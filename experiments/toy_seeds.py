@@ -111,14 +111,15 @@ def pass_at_k() -> None:
 
 
 def draw() -> None:
-    """Draw all scripts into one picture."""
+    """Draw all scripts into one picture. Of one with a teacher, kl is not the KL to the start."""
     import plot
 
     groups = {}
     for run in load("toy_seeds"):
         if run["flags"] == {}:
-            points = common.plot_rows(run, "score", "kl", "response_length", "entropy")
-            groups.setdefault(run["script"], []).append(points)
+            keys = ["score", "response_length", "entropy"]
+            keys += [] if "teacher" in common.defaults(run["script"]) else ["kl"]
+            groups.setdefault(run["script"], []).append(common.plot_rows(run, *keys))
     plot.draw(groups, ROOT / "docs" / "toy_seeds.png")
 
 

@@ -20,6 +20,12 @@ POLICY_SCRIPTS = sync.policy_scripts()
 SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
 
 
+def is_for_0_and_1(name: str) -> bool:
+    """Whether a policy script is for scores of 0 and 1 only, as its row in docs/estimators.md says."""
+    rows = (ROOT / "docs" / "estimators.md").read_text().splitlines()
+    return any(row.startswith(f"| [`{name}`]") and "| 0 or 1 |" in row for row in rows)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The toy's: one token per word, <pad> is 0, <eos> is 1."""

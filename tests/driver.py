@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from soak import without_clock
+from resume import without_clock
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,6 +29,16 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 def reward(completions, prompts, **columns):
     """A number that differs from response to response."""
     return [len(text.split()) * 0.37 - len(prompt) * 0.11 for prompt, text in zip(prompts, completions)]
+
+
+def right_or_wrong(completions, **columns):
+    """1 or 0, for the scripts that take nothing else."""
+    return [float(len(text.split()) % 2) for text in completions]
+
+
+def reward_of_threes(completions, prompts, **columns):
+    """Differs where the prompt begins with 3, and is the same for all others."""
+    return [float(len(text) % 3) if prompt[0] == "3" else 1.0 for prompt, text in zip(prompts, completions)]
 
 
 def fixed_response(ids: list[int], number: int) -> list[int]:
@@ -131,9 +141,8 @@ class Recorder:
     def compute_advantages(self, args, rollout):
         result = self.original["compute_advantages"](args, rollout)
         mask = rollout["response_mask"]
-        self.seen["advantages"] += [
-            row[row_mask].tolist() for row, row_mask in zip(result["advantages"], mask)
-        ]
+        for row, row_mask in zip(result["advantages"], mask):
+            self.seen["advantages"].append(row[row_mask].tolist())
         scores = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
         self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
@@ -168,6 +177,7 @@ class Recorder:
             patch.setattr(dist, "destroy_process_group", lambda: None)
             torch.set_default_dtype(self.dtype)
             self.script.main(args)
+            torch.set_default_dtype(torch.float32)
         self.seen["metrics"] = without_clock(Path(args.run_dir) / "metrics.jsonl")
         self.seen["digests"] = [digest(self.seen["gradients"]), *map(digest, self.trained.values())]
         return self.seen
@@ -180,8 +190,8 @@ def main(out: str, cases: str) -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = []
     for i, (case, script) in enumerate(zip(cases, scripts)):
-        case["flags"].update(run_dir=f"{out}.run{i}", device="cpu")
-        results.append(Recorder(script, case["sample"]).run(case["flags"]))
+        flags = {"run_dir": f"{out}.run{i}", "device": "cpu"} | case["flags"]
+        results.append(Recorder(script, case["sample"]).run(flags))
         if RANK > 0:
             del results[-1]["gradients"]  # the same as rank 0's, to the last bit
     torch.save(results, f"{out}.{RANK}.pt")

@@ -12,6 +12,8 @@ import transformers
 from conftest import ROOT, launch, words_of, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
+import grpo
+
 datasets.logging.set_verbosity(logging.CRITICAL)  # it prints about broken files
 TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
@@ -34,6 +36,7 @@ def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
 """
+# Starts a script with RANK replaced in its flags.
 OWN_FLAGS = """
 import os, runpy, sys
 
@@ -94,11 +97,7 @@ CASES = {
     "model without EOS": ("--model {bad}/no_eos", "no EOS"),
     "reward model as policy": ("--model {toy}/reward_model", "use a policy"),
     "weights not finite": ("--model {bad}/nan", "not finite"),
-    "ids beyond the embeddings": (
-        "--model {bad}/chat --dataset {bad}/new_word.jsonl",
-        "row 0",
-        "beyond the 22",
-    ),
+    "ids beyond the model": ("--model {bad}/chat --dataset {bad}/new_word.jsonl", "row 0", "beyond the 22"),
     "NaN in a .jsonl": ("--dataset {bad}/nan.jsonl", "row 1", "NaN"),
     "columns of the script": ("--dataset {bad}/taken.jsonl", "completions", "rename"),
     "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", "no content"),
@@ -174,47 +173,37 @@ def test_a_real_model_with_the_toys_defaults_is_warned_of(bad, tmp_path, capsys)
     assert "warning: --learning_rate, --dtype: " in capsys.readouterr().out
 
 
-def refused_on_two_ranks(*command) -> str:
-    """The one line that both ranks together print."""
-    result = launch(*command, "--device", "cpu", "--max_response_length", 8, ranks=2, check=False)
-    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert result.returncode != 0
-    return said
+def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    said = refused(capsys, run, "grpo", dataset=bad / "good.jsonl", batch_size=12)
+    assert "--batch_size 12: use a multiple of 16" in said
 
 
-def test_one_line_for_all_ranks(bad, tmp_path):
-    flags = words_of(dataset=bad / "good.jsonl", batch_size=12, run_dir=tmp_path / "run")
-    assert "--batch_size 12: use a multiple of 16" in refused_on_two_ranks(ROOT / "grpo.py", *flags)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def own_flags(tmp_path):
-    """A program that starts a script with RANK replaced in its flags."""
-    (tmp_path / "own_flags.py").write_text(OWN_FLAGS)
-    return tmp_path / "own_flags.py"
-
-
-def test_a_run_folder_that_not_all_ranks_see(own_flags, bad, tmp_path):
-    """Rank 0 finds a checkpoint and rank 1 none, as on two machines without a common file system. One line for both."""
-    flags = words_of(dataset=bad / "good.jsonl", batch_size=16, num_iterations=1)
-    more = ["--device", "cpu", "--max_response_length", 8, "--run_dir", tmp_path / "0"]
-    launch(ROOT / "grpo.py", *flags, *more, ranks=2)
-    before = (tmp_path / "0" / "metrics.jsonl").read_bytes()
-    said = refused_on_two_ranks(own_flags, ROOT / "grpo.py", "--run_dir", tmp_path / "RANK", *flags)
-    assert "the ranks differ in" in said and "checkpoint.pt" in said
-    assert (tmp_path / "0" / "metrics.jsonl").read_bytes() == before
-    assert not (tmp_path / "1").exists()
-
-
-def test_ranks_with_other_flags_rows_or_weights(own_flags, bad, tmp_path):
+def test_ranks_that_differ_get_one_line(tmp_path):
+    """Their flags, rows and weights differ, and rank 0 alone finds a checkpoint, as without a common file system."""
     for rank, answer in (("0", "8"), ("1", "9")):
         write_jsonl(tmp_path / f"data{rank}.jsonl", [GOOD | {"answer": answer}] * 16)
         save(tmp_path / f"model{rank}", make_model("llama", seed=int(rank)), make_tokenizer())
-    flags = words_of(
-        seed="RANK", dataset=tmp_path / "dataRANK.jsonl", model=tmp_path / "modelRANK", batch_size=16
-    )
-    said = refused_on_two_ranks(own_flags, ROOT / "grpo.py", "--run_dir", tmp_path / "run", *flags)
-    for name in ("weights", "rows of --dataset", "--seed", "--dataset", "--model"):
-        assert name in said
-    assert "checkpoint.pt" not in said and not (tmp_path / "run").exists()
+    flags = {"seed": "RANK", "dataset": tmp_path / "dataRANK.jsonl", "model": tmp_path / "modelRANK"}
+    flags |= {"run_dir": tmp_path / "runRANK", "num_iterations": 1, "batch_size": 16, "eval_every": 0}
+    flags |= {"max_response_length": 8, "device": "cpu"}
+    run("grpo", **{name: str(value).replace("RANK", "0") for name, value in flags.items()})
+    args = tmp_path / "run0" / "args.json"
+    args.write_text(args.read_text().replace('"ranks": 1', '"ranks": 2'))
+    before = {path: path.read_bytes() for path in (tmp_path / "run0").rglob("*") if path.is_file()}
+
+    (tmp_path / "own_flags.py").write_text(OWN_FLAGS)
+    result = launch(tmp_path / "own_flags.py", ROOT / "grpo.py", *words_of(**flags), ranks=2, check=False)
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert result.returncode != 0 and "the ranks differ in" in said
+    for name in (
+        "weights",
+        "rows of --dataset",
+        "checkpoint.pt",
+        "--seed",
+        "--dataset",
+        "--model",
+        "--run_dir",
+    ):
+        assert f" {name}" in said
+    assert before == {path: path.read_bytes() for path in before} and not (tmp_path / "run1").exists()

@@ -1,32 +1,22 @@
-"""dapo.py's dynamic sampling: which groups are trained on, what is counted, on one rank and on two."""
+"""dapo.py's dynamic sampling: which groups are trained on, and what is counted. Two ranks: test_ranks.py."""
 
 import itertools
 
 import pytest
-from conftest import read_jsonl, write_jsonl
-from test_ranks import check_denominators
-from zoo import record, recorded, refused, run
+from conftest import ROOT, read_jsonl, write_jsonl
+from zoo import recorded, refused, run
 
 import dapo
-
-REWARD = """
-def f(prompts, completions, **columns):  # by the response where the prompt begins with 3, else the same for all
-    return [float(len(text) % 3) if prompt[0] == "3" else 1.0 for prompt, text in zip(prompts, completions)]
-"""
 
 
 @pytest.fixture
 def flags(tmp_path):
     """48 prompts, of which 12 have groups of different scores; 4 groups of 8 make a batch."""
-    ends = [
-        "- 9 + 8 - 4 ?",
-        "- 9 + 8 - 5 ?",
-        *(f"+ {i} ?" for i in range(10)),
-    ]  # rollouts are of different widths
+    ends = ["- 9 + 8 - 4 ?", "- 9 + 8 - 5 ?", *(f"+ {i} ?" for i in range(10))]  # of different widths
     rows = [{"prompt": f"{first} {last}"} for first, last in itertools.product("3124", ends)]
-    (tmp_path / "mine.py").write_text(REWARD)
     data = write_jsonl(tmp_path / "data.jsonl", rows)
-    return {"dataset": data, "reward": f"{tmp_path}/mine.py:f", "batch_size": 32, "max_response_length": 12}
+    reward = f"{ROOT}/tests/driver.py:reward_of_threes"
+    return {"dataset": data, "reward": reward, "batch_size": 32, "max_response_length": 12}
 
 
 @pytest.fixture
@@ -96,14 +86,3 @@ def test_the_filter_reads_raw_scores(run_dapo):
     """The penalty on length makes the scores of every group differ, and the truncation penalty too."""
     _, lines = run_dapo(num_iterations=2, max_rollouts=30, overlong_buffer=12, missing_eos_penalty=0.5)
     assert all(line["rollouts"] > 1 for line in lines)
-
-
-def test_two_ranks_sample_as_often_as_each_needs(flags, tmp_path):
-    """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
-    case = {"script": "dapo", "sample": True, "flags": {**flags, "num_iterations": 3, "micro_batch_size": 5}}
-    (pair,) = record(tmp_path, [case], ranks=2)
-    rollouts = [len(seen["responses"]) for seen in pair]
-    assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
-    assert pair[0]["digests"] == pair[1]["digests"]
-    check_denominators(pair)
-    assert sum(line["rollouts"] for line in pair[0]["metrics"]) == pytest.approx(sum(rollouts) / 2)

@@ -37,11 +37,9 @@ def test_lists_have_right_answers_and_hold_out_what_they_say(tmp_path):
         assert row["chosen"][0]["content"] == right != row["rejected"][0]["content"]
 
 
-def test_lists_are_those_of_the_committed_results_of_real_and_classic():
-    four = {"train": ("4 words",), "test": ("4 words", "3 words"), "demonstrations": 200, "pairs": 200}
-    for flags, checksum in (({}, 3345264551), (four, 2735392005)):
-        rows = json.dumps(reversal.make_rows(reversal.Args(**flags)))
-        assert zlib.crc32(rows.encode()) == checksum
+def test_lists_are_those_of_the_committed_results_of_real():
+    rows = json.dumps(reversal.make_rows(reversal.Args()))
+    assert zlib.crc32(rows.encode()) == 3345264551
 
 
 def test_scores_of_lists():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import references
 import torch
-from conftest import POLICY_SCRIPTS, ROOT
+from conftest import POLICY_SCRIPTS, ROOT, is_for_0_and_1
 from torch.nn.utils.rnn import pad_sequence
 
 MODULES = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
@@ -29,15 +29,14 @@ class Row(NamedTuple):
     loss: str
     k: str  # responses per prompt, by default
     compared_with: str  # whose scores, besides its own, change the advantages of a response
-    scale: str  # yes: scores times 9 give the same advantages without KL
+    scale: str  # yes: scores times 9 give the same advantages without KL; 0 or 1: it takes no others
     kl_in: str  # the reward, and so the advantages, or the loss
     clip: str  # of the objective, so that a token beyond it has no gradient, or of a weight
     steps: str  # optimizer steps per rollout, by default
 
 
-TABLE = re.findall(
-    r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", (ROOT / "docs" / "estimators.md").read_text(), re.MULTILINE
-)
+PAGE = (ROOT / "docs" / "estimators.md").read_text()
+TABLE = re.findall(r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", PAGE, re.MULTILINE)
 ROWS = {name: Row(*cells.split(" | ")) for name, cells in TABLE}
 
 
@@ -52,6 +51,11 @@ def make_args(name: str, **flags):
     """The script's flags with those of flags that it has."""
     known = {field.name for field in dataclasses.fields(MODULES[name].Args)}
     return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
+
+
+def ks_of(name: str) -> list[int]:
+    """Group sizes to test a script with."""
+    return [k for k in range(2, 9) if k >= MODULES[name].Args.min_samples_per_prompt]
 
 
 def make_rollout(seed: int, k: int) -> dict:
@@ -79,10 +83,14 @@ def make_rollout(seed: int, k: int) -> dict:
 @each_script
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
-    for seed, k in product(range(4), (2, 3, 8)):
+    for seed, k in product(range(2), ks_of(name)):
         args = make_args(name, kl_coef=beta, samples_per_prompt=k, max_response_length=9, overlong_buffer=4)
         rollout = make_rollout(seed, k)
-        rollout["scores"][-k:] = 1 / 3  # one group whose scores are all equal
+        if is_for_0_and_1(name):
+            rollout["scores"] = (rollout["scores"] > 0).double()
+        rollout["scores"][-k:] = (
+            1.0 if is_for_0_and_1(name) else 1 / 3
+        )  # one group whose scores are all equal
         attached = {key: x.clone().requires_grad_(x.is_floating_point()) for key, x in rollout.items()}
         for key, result in MODULES[name].compute_advantages(args, attached).items():
             values = getattr(references, f"{name}_{key}")(args, rollout)
@@ -119,9 +127,8 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 @pytest.mark.parametrize("seed", range(5))
 def test_value_loss_and_its_gradient_equal_the_loops(seed):
     batch, args = make_rollout(seed, k=3), MODULES["ppo"].Args(value_clip_eps=0.2)
-    noise, batch["returns"] = (
-        torch.randn(2, *batch["values"].shape, dtype=torch.float64) * batch["response_mask"]
-    )
+    numbers = torch.randn(2, *batch["values"].shape, dtype=torch.float64)
+    noise, batch["returns"] = numbers * batch["response_mask"]
     values = (batch["values"] + 0.3 * noise).requires_grad_()
     loss, stats = MODULES["ppo"].value_loss(args, batch, values, num_tokens=41)
     expected = references.ppo_value_loss(args, batch, values, 41)
@@ -134,8 +141,8 @@ def test_value_loss_and_its_gradient_equal_the_loops(seed):
 @pytest.mark.parametrize("name", [name for name in ROWS if "std" in formula(name, "advantage")])
 def test_equal_scores_in_float32(name):
     """The mean of k equal floats may be off by a rounding; over a std of that size it would be |A| = 0.95."""
-    for k, score in product(range(2, 9), (0.1, 1 / 3, -0.7)):
-        scores = torch.cat([torch.full((k,), score), torch.linspace(-1, 1, k)])
+    for k, score in product(ks_of(name), (0.0, 1.0) if is_for_0_and_1(name) else (0.1, 1 / 3, -0.7)):
+        scores = torch.cat([torch.full((k,), score), torch.arange(k) % 2.0])
         rollout = {"scores": scores, "response_mask": torch.ones(2 * k, 3, dtype=torch.bool)}
         result = MODULES[name].compute_advantages(make_args(name, samples_per_prompt=k), rollout)
         assert (result["advantages"][:k] == 0).all() and result["advantages"].dtype == torch.float32
@@ -149,15 +156,15 @@ def test_whitening_survives_float32():
         assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
 
 
-# Three groups of four responses without holes
-BASE = make_rollout(0, 4)
+# Three groups of eight responses without holes
+BASE = make_rollout(0, 8)
 BASE["response_mask"][:2] = True
 
 
 def advantages_of(name: str, **changes) -> torch.Tensor:
     """Of the first group."""
-    args = make_args(name, samples_per_prompt=4, kl_coef=0.5, max_response_length=9, overlong_buffer=0)
-    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"][:4]
+    args = make_args(name, samples_per_prompt=8, kl_coef=0.5, max_response_length=9, overlong_buffer=0)
+    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"][:8]
 
 
 def loss_of(name: str, num_sequences=5, num_tokens=7, max_response_length=9, **changes) -> torch.Tensor:
@@ -180,22 +187,29 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @each_script
 def test_what_the_table_says_of_advantages(name):
-    row, scores, response = ROWS[name], BASE["scores"], torch.arange(12)
-    advantages = advantages_of(name)
-    group_moved = advantages_of(name, scores=scores + 7.0 * (response < 4))
-    assert equal(group_moved, advantages) == any(x in row.compared_with for x in ("the group", "the teacher"))
-    another_moved = advantages_of(name, scores=scores + 7.0 * (response == 4))
-    assert equal(another_moved, advantages) != ("the batch" in row.compared_with)
-    other_values = advantages_of(name, values=3 * BASE["values"])
+    row, scores, response = ROWS[name], BASE["scores"], torch.arange(24)
+    if is_for_0_and_1(name):
+        scores = (response % 4 == 0).double()
+        neighbor_changed = advantages_of(name, scores=scores + (response == 1))
+        is_alone = equal(neighbor_changed[0], advantages_of(name, scores=scores)[0])
+        assert is_alone != any(x in row.compared_with for x in ("group", "batch"))
+    else:
+        group_moved = advantages_of(name, scores=scores + 7.0 * (response < 8))
+        is_shift_free = any(x in row.compared_with for x in ("the group", "the teacher"))
+        assert equal(group_moved, advantages_of(name)) == is_shift_free
+        times_nine = {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")}
+        no_kl = {"kl": 0 * BASE["kl"]}
+        is_scale_free = equal(advantages_of(name, **no_kl, **times_nine), advantages_of(name, **no_kl))
+        assert is_scale_free == (row.scale == "yes")
+    advantages = advantages_of(name, scores=scores)
+    another_changed = advantages_of(name, scores=scores + (response == 9))
+    assert equal(another_changed, advantages) != ("the batch" in row.compared_with)
+    other_values = advantages_of(name, scores=scores, values=3 * BASE["values"])
     assert equal(other_values, advantages) != ("the critic" in row.compared_with)
-    other_greedy = advantages_of(name, greedy_scores=3 * BASE["greedy_scores"])
+    other_greedy = advantages_of(name, scores=scores, greedy_scores=3 * BASE["greedy_scores"])
     assert equal(other_greedy, advantages) != ("the greedy response" in row.compared_with)
-    no_kl = {"kl": 0 * BASE["kl"]}
-    times_nine = {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")}
-    assert equal(advantages_of(name, **no_kl, **times_nine), advantages_of(name, **no_kl)) == (
-        row.scale == "yes"
-    )
-    assert equal(advantages_of(name, kl=-50 * BASE["kl"]), advantages) != (row.kl_in == "reward")
+    other_kl = advantages_of(name, scores=scores, kl=-50 * BASE["kl"])
+    assert equal(other_kl, advantages) != (row.kl_in == "reward")
 
 
 @each_script

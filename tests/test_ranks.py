@@ -1,4 +1,5 @@
-"""Micro-batches and ranks change memory and time, never a gradient: every script's main on a fixed rollout.
+"""Micro-batches and ranks change memory and time, never a gradient: every script's main, in policy scripts on a fixed
+rollout.
 
 All cases of a number of ranks run in one launch of driver.py.
 """
@@ -7,11 +8,12 @@ import dataclasses
 import importlib
 
 import pytest
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, read_jsonl, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, is_for_0_and_1, read_jsonl, write_jsonl
 from driver import fixed_response, reward
-from zoo import record
+from stages import DATA, few
+from zoo import make_model, make_tokenizer, record, save
 
-DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo is in test_dapo.py
+DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo has its own test below
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +24,30 @@ def folder(tmp_path_factory):
     write_jsonl(folder / "train.jsonl", [*rows.values()][:200])
     write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[::8])
     write_jsonl(folder / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 96)
+    threes = [row for prompt, row in rows.items() if prompt.startswith("3")]
+    others = [row for prompt, row in rows.items() if not prompt.startswith("3")]
+    write_jsonl(folder / "threes.jsonl", [*threes[:12], *others[:36]])
+    save(folder / "start", make_model("llama"), make_tokenizer())
+    for name in DATA:
+        few(name, 24 if name == "sft" else 16, folder)
     return folder
 
 
-def cases_of(name: str, ranks: int, folder) -> dict[str, dict]:
-    """The flags of a script's runs on so many ranks."""
+def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
+    """The flags of the runs of sft.py, reward_model.py or dpo.py on so many ranks: one step each."""
+    data = folder / f"{name}.jsonl"
+    flags = {"model": folder / "start", "dataset": data, "num_epochs": 1, "batch_size": 16}
+    flags |= {"max_grad_norm": 1e9, "warmup_iterations": 0}
+    flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
+    sizes = {"fixed": 3} | ({"whole": 16} if ranks == 1 else {})
+    return {case: flags | {"micro_batch_size": size} for case, size in sizes.items()}
+
+
+def cases_of(name: str, ranks: int, folder, out) -> dict[str, dict]:
+    """The flags of a policy script's runs on so many ranks."""
     common = {"dataset": folder / "train.jsonl", "batch_size": 48, "max_response_length": 12}
-    fixed = {**common, "reward": f"{ROOT}/tests/driver.py:reward", "num_iterations": 1, "max_grad_norm": 1e9}
+    reward = f"{ROOT}/tests/driver.py:{'right_or_wrong' if is_for_0_and_1(name) else 'reward'}"
+    fixed = {**common, "reward": reward, "num_iterations": 1, "max_grad_norm": 1e9}
     fields = [field.name for field in dataclasses.fields(importlib.import_module(name).Args)]
     if "kl_coef" in fields:
         fixed["kl_coef"] = 0.3
@@ -46,16 +65,23 @@ def cases_of(name: str, ranks: int, folder) -> dict[str, dict]:
         cases["sampled"] = sampled
     if name == "grpo" and ranks == 2:
         cases["same"] = same
+    if name == "ppo" and ranks == 2:
+        resumed = sampled | {"run_dir": out / "resumed"}
+        cases |= {"stopped": resumed | {"num_iterations": 2}, "resumed": resumed}
+    if name == "dapo" and ranks == 2:
+        threes = f"{ROOT}/tests/driver.py:reward_of_threes"
+        cases["threes"] = sampled | {"dataset": folder / "threes.jsonl", "reward": threes, "batch_size": 32}
     return cases
 
 
 def record_all(ranks: int, folder, out) -> dict[tuple, list[dict]]:
     """By script and case, what each rank saw."""
     keys, cases = [], []
-    for name in POLICY_SCRIPTS:
-        for case, flags in cases_of(name, ranks, folder).items():
+    for name in (*POLICY_SCRIPTS, *DATA):
+        its_cases = stage_cases(name, ranks, folder) if name in DATA else cases_of(name, ranks, folder, out)
+        for case, flags in its_cases.items():
             keys.append((name, case))
-            cases.append({"script": name, "sample": case in ("sampled", "same"), "flags": flags})
+            cases.append({"script": name, "sample": case not in ("fixed", "whole"), "flags": flags})
     return dict(zip(keys, record(out, cases, ranks)))
 
 
@@ -85,11 +111,16 @@ def check_denominators(seen: list[dict]) -> None:
         assert all(numbers[2:] == (sequences, tokens) for numbers in counts)
 
 
-def check_same(name: str, whole: dict, seen: list[dict]) -> None:
-    """The ranks together saw what one saw in a single micro-batch."""
+def check_gradients(whole: dict, seen: list[dict]) -> None:
+    """Those of one rank and a single micro-batch, and the same on all ranks to the last bit."""
     for expected, gradient in zip(whole["gradients"], seen[0]["gradients"], strict=True):
         assert expected.norm() > 1e-3 and (gradient - expected).norm() < 1e-12 * expected.norm()
     assert all(rank["digests"] == seen[0]["digests"] for rank in seen)
+
+
+def check_same(name: str, whole: dict, seen: list[dict]) -> None:
+    """The ranks together saw what one saw in a single micro-batch."""
+    check_gradients(whole, seen)
 
     # every rank has a share, in order; a group never spans two
     assert joined(seen, "prompts") == whole["prompts"]
@@ -117,6 +148,18 @@ def test_gradients_do_not_depend_on_micro_batches(alone, name):
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_gradients_do_not_depend_on_ranks(alone, pair, name):
     check_same(name, alone[name, "whole"][0], pair[name, "fixed"])
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_stages_depend_on_neither_micro_batches_nor_ranks(alone, pair, name):
+    """Gradients and metrics of sft.py, reward_model.py and dpo.py."""
+    (whole,) = alone[name, "whole"]
+    for seen in (alone[name, "fixed"], pair[name, "fixed"]):
+        check_gradients(whole, seen)
+        for line, expected in zip(seen[0]["metrics"], whole["metrics"], strict=True):
+            if name == "dpo" and "accuracy" in line:  # of margins that are 0, except for rounding
+                line = line | {"accuracy": expected["accuracy"]}
+            assert line == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.long
@@ -158,3 +201,20 @@ def test_draws_of_grpo_differ_between_ranks_and_iterations(pair):
     """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
     draws = [str(responses) for responses in joined(pair["grpo", "same"], "responses")]
     assert len(draws) == 4 == len(set(draws))
+
+
+def test_two_ranks_resume_to_the_last_bit(pair):
+    """Of all scripts, ppo.py has the most in its checkpoint. test_runs.py has kills on one rank."""
+    for whole, resumed in zip(pair["ppo", "sampled"], pair["ppo", "resumed"]):
+        assert resumed["metrics"] == whole["metrics"] and len(whole["metrics"]) == 3
+        assert resumed["digests"][1:] == whole["digests"][1:]  # of the weights
+
+
+def test_two_ranks_of_dapo_sample_as_often_as_each_needs(pair):
+    """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
+    seen = pair["dapo", "threes"]
+    rollouts = [len(rank["responses"]) for rank in seen]
+    assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
+    assert seen[0]["digests"] == seen[1]["digests"]
+    check_denominators(seen)
+    assert sum(line["rollouts"] for line in seen[0]["metrics"]) == pytest.approx(sum(rollouts) / 2)

@@ -1,32 +1,21 @@
 """reward_model.py: the Bradley-Terry loss, scores at the last token, the same scores in other programs."""
 
-import functools
 import math
 
 import pytest
-import test_sft
+import stages
 import torch
 import transformers
 import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
-from test_rewards import scores
-from test_sft import difference, one_step
+from driver import Recorder
+from stages import PAIRS
 
 import reward_model as rm
 
 TOY = ROOT / "toy"
-PAIRS = [
-    {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
-    {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
-    {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
-]
-CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
-TEMPLATE = "{% for m in messages %}{{ m.content }} "
-TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
-
 CPU = torch.device("cpu")
 auto = transformers.AutoModelForSequenceClassification
-run = functools.partial(test_sft.run, rm)
 
 
 def test_large_differences_do_not_overflow():
@@ -39,7 +28,7 @@ def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
     """With padding on either side. transformers needs a pad token that is not EOS."""
     start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer(pad=pad))
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run" / "model"
-    run(model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
+    stages.run(rm, model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
     saved, tokenizer = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     assert saved.config.num_labels == 1
     assert saved.config.pad_token_id == tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
@@ -80,16 +69,19 @@ def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
     assert (scores - alone).abs().max() < 0.2 * alone.abs().max()
 
 
-def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_path):
+def test_gradient_and_metrics_are_the_plain_ones(tmp_path):
     """That of one unpadded text at a time through transformers' own head."""
     rows = read_jsonl(TOY / "preferences_train.jsonl")[:16]
     for i, row in enumerate(rows):
         row["margin"] = 0.3 * (i % 3)
     rows[5]["margin"] = None  # takes the flag's
-    data = write_jsonl(tmp_path / "few.jsonl", rows)
+    data = str(write_jsonl(tmp_path / "few.jsonl", rows))
     start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
-    flags = {"dataset": data, "eval_dataset": data, "margin": 0.7, "center_rewards_coefficient": 0.3}
-    gradient, (_, metrics) = one_step(rm, tmp_path, model=start, **flags)
+    flags = {"model": start, "dataset": data, "eval_dataset": data, "run_dir": str(tmp_path / "run")}
+    flags |= {"margin": 0.7, "center_rewards_coefficient": 0.3}
+    flags |= {"num_epochs": 1, "batch_size": 16, "max_grad_norm": 1e9, "warmup_iterations": 0}
+    seen = Recorder(rm, sample=False).run(flags)
+    (gradient,), (_, metrics) = seen["gradients"], seen["metrics"]
 
     model, tokenizer = rm.load_model(rm.Args(model=start), CPU)
     model.double()
@@ -103,7 +95,7 @@ def test_gradient_is_the_plain_one_for_any_micro_batch_and_number_of_ranks(tmp_p
         all_scores.append(torch.stack([chosen, rejected]).detach())
     loss.backward()
     expected_gradient = torch.cat([x.grad.flatten() for x in model.parameters()])
-    assert difference(gradient, expected_gradient) < 1e-12
+    assert (gradient - expected_gradient).norm() < 1e-12 * expected_gradient.norm()
 
     scores = torch.stack(all_scores)
     margins = scores[:, 0] - scores[:, 1]
@@ -130,35 +122,11 @@ def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path, capsys, token
     assert [row["margin"] for row in kept] == [0.0, 0.5, 0.0]
 
 
-@pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
-def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
-    """The saved tokenizer has the template for chats only. A conversation may contain the prompt."""
-    tokenizer = zoo.make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    start = zoo.save(tmp_path / "start", zoo.make_model("llama"), tokenizer)
-    data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
-    run(model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
-    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert "eval/loss" not in line  # not evaluated on the toy's pairs
-    model, own = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
-    assert bool(own.chat_template) == (rows is CHATS)
-    ids = [rm.encode(own, row["prompt"], row["chosen"]) for row in rows]
-    form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
-    assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
-    with torch.no_grad():
-        learned = [float(model(torch.tensor([x])).logits) for x in ids]
-    responses = [row["chosen"] for row in rows]
-    read = scores(folder, rows=rows, texts=responses, ended=[True] * 3)
-    assert read.tolist() == pytest.approx(learned, abs=1e-5)
-    if rows is CHATS:
-        whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
-        for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):
-            assert rm.encode(own, *rm.split_response(prompt, response)) == ids[0]
-
-
 def test_it_learns_styles_and_not_sums(tmp_path):
-    """In one of the two default epochs. In pairs of one style it cannot tell right from wrong."""
-    run(num_epochs=1, run_dir=tmp_path / "run")
+    """From 2,560 pairs. In pairs of one style it cannot tell right from wrong."""
+    data = stages.few("reward_model", 2560, tmp_path)
+    heldout = TOY / "preferences_heldout.jsonl"
+    stages.run(rm, num_epochs=1, dataset=data, eval_dataset=heldout, run_dir=tmp_path / "run")
     first, *_, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert first["eval/loss"] == pytest.approx(math.log(2), abs=0.05)  # the new head is small
     model = auto.from_pretrained(TOY / "reward_model").eval()

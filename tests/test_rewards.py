@@ -4,9 +4,11 @@ import importlib
 
 import datasets
 import pytest
+import stages
 import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
+from stages import PAIRS
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from zoo import make_model, make_tokenizer, recorded, run, save
@@ -19,6 +21,9 @@ CPU = torch.device("cpu")
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
 RESPONSES = ["think 3 + 5 = 8 answer 8", "answer 8", "think 9 answer 1 answer"]
 ENDED = [True, False, True]
+CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
+TEMPLATE = "{% for m in messages %}{{ m.content }} "
+TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
 ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
 
 
@@ -75,9 +80,7 @@ def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
 def test_a_reward_gets_copies(tmp_path):
     """What it does to a prompt is not seen by the next iteration, which has the same two prompts."""
     save(tmp_path / "model", make_model("llama"), make_tokenizer(chat=True))
-    write_jsonl(
-        tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[:2]]
-    )
+    write_jsonl(tmp_path / "p.jsonl", [{"prompt": row["prompt"]} for row in CHATS[:2]])
     (tmp_path / "mine.py").write_text(
         "def f(prompts, completions, **columns):\n"
         "    assert [len(prompt) for prompt in prompts] == [1] * 16\n"
@@ -182,6 +185,33 @@ def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
     assert_scores(scores(tmp_path, tokenizer), tmp_path, expected)
     learned = [reward_model.encode(tokenizer, *pair) for pair in zip(PROMPTS, RESPONSES)]
     assert learned[0] == expected[0] and learned[2] == expected[2]
+
+
+@pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
+def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
+    """The saved tokenizer has the template for chats only. A conversation may contain the prompt."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    start = save(tmp_path / "start", make_model("llama"), tokenizer)
+    data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
+    stages.run(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
+    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert "eval/loss" not in line  # not evaluated on the toy's pairs
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    assert bool(own.chat_template) == (rows is CHATS)
+    ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
+    form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
+    assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
+    with torch.no_grad():
+        learned = [float(model(torch.tensor([x])).logits) for x in ids]
+    responses = [row["chosen"] for row in rows]
+    read = scores(folder, rows=rows, texts=responses, ended=[True] * 3)
+    assert read.tolist() == pytest.approx(learned, abs=1e-5)
+    if rows is CHATS:
+        whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
+        for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):
+            assert reward_model.encode(own, *reward_model.split_response(prompt, response)) == ids[0]
 
 
 def test_eval_reward_scores_the_held_out_responses_and_nothing_else(tmp_path):

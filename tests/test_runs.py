@@ -1,7 +1,8 @@
 """A run resumes after anything with the same command, and its folder holds the result."""
 
-import importlib
+import importlib.util
 import inspect
+import json
 import math
 import re
 import resource
@@ -11,7 +12,8 @@ from itertools import pairwise
 
 import filelock
 import pytest
-import soak
+import resume
+import sync
 import torch
 import transformers
 import tyro
@@ -30,60 +32,55 @@ def flags(tmp_path):
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
-def interrupt(monkeypatch, script: str, name: str, call: int, run_dir, **flags) -> None:
-    """Run a script until it calls a function for the n-th time."""
-    module, calls = importlib.import_module(script), []
-    function = getattr(module, name)
-
-    def stop(*args):
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return function(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, stop)
-        run(script, run_dir=run_dir, **flags)
-
-
-@pytest.mark.parametrize(
-    "script, ranks, moment", [("grpo", 1, "torn checkpoint:2"), ("ppo", 2, "half a model:1")]
-)
-def test_a_killed_run_resumes_to_the_last_bit(script, ranks, moment, flags, tmp_path):
-    """Also, an uninterrupted run prints nothing to stderr. soak.py has the other moments."""
-    command = [ROOT / f"{script}.py", *words_of(device="cpu", batch_size=16, **flags), "--run_dir"]
-    assert launch(*command, tmp_path / "whole", ranks=ranks).stderr == ""
-    killed = soak.start(script, ranks, tmp_path / "killed", *command[1:-1], kill=moment)
-    assert killed.wait() == (-signal.SIGKILL if ranks == 1 else 1)
+def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
+    run("grpo", run_dir=tmp_path / "whole", **flags)
+    words = words_of(device="cpu", batch_size=16, **flags)
+    killed = resume.start("grpo", 1, tmp_path / "killed", *words, kill="torn checkpoint:2")
+    assert killed.wait() == -signal.SIGKILL
     assert not (tmp_path / "killed" / "model").exists()
-    assert launch(*command, tmp_path / "killed", ranks=ranks).stderr == ""
-    assert soak.differences(tmp_path / "whole", tmp_path / "killed") == []
+    run("grpo", run_dir=tmp_path / "killed", **flags)
+    assert resume.differences(tmp_path / "whole", tmp_path / "killed") == []
     lines = read_jsonl(tmp_path / "killed" / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "score" in line] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_run_that_is_killed_four_times_resumes_to_the_last_bit(script, ranks, flags, tmp_path):
+    """While it writes a checkpoint, before that is renamed, in a line of the metrics, and while it writes model/."""
+    words = words_of(device="cpu", batch_size=16, **flags | {"num_iterations": 8})
+    assert resume.start(script, ranks, tmp_path / "whole", *words).wait() == 0
+    for kill in ("torn checkpoint:2", "before rename:1", "torn line:3", "half a model:1"):
+        assert resume.start(script, ranks, tmp_path / "killed", *words, kill=kill).wait() != 0, kill
+    assert resume.start(script, ranks, tmp_path / "killed", *words).wait() == 0
+    assert resume.differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
-def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path, monkeypatch):
+def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
     """It stops in iteration 4 and resumes after 2. Lines that it had logged since are not there twice."""
     flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
-    interrupt(monkeypatch, script, "compute_advantages", 4, tmp_path / "parts", **flags)
+    with resume.interrupted(importlib.import_module(script), "compute_advantages", call=4):
+        run(script, run_dir=tmp_path / "parts", **flags)
     lines = read_jsonl(tmp_path / "parts" / "metrics.jsonl")
     assert len([line for line in lines if "score" in line]) == 3
     run(script, run_dir=tmp_path / "parts", **flags)
-    assert soak.differences(tmp_path / "whole", tmp_path / "parts") == []
+    assert resume.differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
-def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path, monkeypatch):
+def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
     """It stops after its last checkpoint, before its model. That of the shorter run does not count as its result."""
     flags["warmup_iterations"] = 4
     run("grpo", run_dir=tmp_path / "whole", **flags)
     run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
     assert (tmp_path / "parts" / "model").exists()
-    interrupt(monkeypatch, "grpo", "save_model", 1, tmp_path / "parts", **flags)
+    with resume.interrupted(grpo, "save_model", call=1):
+        run("grpo", run_dir=tmp_path / "parts", **flags)
     assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run("grpo", run_dir=tmp_path / "parts", **flags)
-    assert soak.differences(tmp_path / "whole", tmp_path / "parts") == []
+    assert resume.differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
@@ -103,16 +100,12 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path, capsys):
 
     lines, samples = read_jsonl(tmp_path / "metrics.jsonl"), read_jsonl(tmp_path / "samples.jsonl")
     assert [line["iteration"] for line in lines] == list(range(6))
-    evaluated = [line["iteration"] for line in lines if "eval/score/2-5" in line]
-    assert evaluated == [0, 2, 4, 5] and set(lines[0]) == {
-        "iteration",
-        *(f"eval/score/{x}" for x in ("2-5", "6", "8")),
-    }
+    assert [line["iteration"] for line in lines if "eval/score/2-5" in line] == [0, 2, 4, 5]
+    assert set(lines[0]) == {"iteration", "eval/score/2-5", "eval/score/6", "eval/score/8"}
     assert {line["iteration"] for line in samples} == set(range(6))
 
-    before = {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()
-    }
+    files = [path for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()]
+    before = {path: path.read_bytes() for path in files}
     capsys.readouterr()
     run(script, run_dir=tmp_path, **FLAGS | {"log_every": 7})
     assert f"finished: {tmp_path / 'model'}" in capsys.readouterr().out
@@ -138,23 +131,22 @@ def test_a_torn_checkpoint_is_refused_by_name(tmp_path, capsys):
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_after_a_full_disk_the_same_command_resumes(flags, tmp_path):
+def test_after_a_full_disk_the_same_command_resumes(flags, tmp_path, capsys):
     """A limit on the size of files stands for it: the second checkpoint fails in the middle."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
-    run("grpo", run_dir=tmp_path / "full", **flags | {"num_iterations": 2})
+    flags["run_dir"] = tmp_path / "full"
+    run("grpo", **flags | {"num_iterations": 2})
     path = tmp_path / "full" / "checkpoint.pt"
-    before = path.read_bytes()
-
-    def limit_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-
-    words = words_of(device="cpu", batch_size=16, run_dir=path.parent, **flags)
-    result = launch(ROOT / "grpo.py", *words, check=False, preexec_fn=limit_files)
-    said = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 2 and f"error: {path}:" in said and "give the same command again" in said
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        said = refused(capsys, run, "grpo", **flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"error: {path}:" in said and "give the same command again" in said
     assert path.read_bytes() == before
-    run("grpo", run_dir=path.parent, **flags)
-    assert soak.differences(tmp_path / "whole", path.parent) == []
+    run("grpo", **flags)
+    assert resume.differences(tmp_path / "whole", path.parent) == []
 
 
 @pytest.mark.parametrize("script, name", [("grpo", "policy_loss"), ("ppo", "value_loss")])
@@ -175,12 +167,25 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights(script, name, tmp_pa
     assert not (tmp_path / "checkpoint.pt").exists() and not (tmp_path / "model").exists()
 
 
-def test_a_copy_of_grpo_needs_flags_and_evaluates_nothing_that_the_user_did_not_name(tmp_path):
+def load_copy(folder):
+    """The module of grpo.py in another folder."""
+    spec = importlib.util.spec_from_file_location("grpo", shutil.copy(ROOT / "grpo.py", folder))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_copy_of_grpo_names_what_it_needs(tmp_path, monkeypatch, capsys):
+    copy = load_copy(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, copy.main, copy.Args())
+    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grpo.py"]
+
+
+def test_a_copy_of_grpo_evaluates_nothing_that_the_user_did_not_name(tmp_path):
+    """And an uninterrupted run prints nothing to stderr."""
     shutil.copy(ROOT / "grpo.py", tmp_path)
-    bare = launch("grpo.py", check=False, cwd=tmp_path)
-    assert bare.returncode == 2 and bare.stderr.count("\n") == 1
-    assert bare.stderr.startswith("error: --model toy/policy: ") and "the repository" in bare.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
     flags = {"model": ROOT / "toy" / "policy", "dataset": "data.jsonl", "reward": "mine.py:f"}
@@ -192,18 +197,23 @@ def test_a_copy_of_grpo_needs_flags_and_evaluates_nothing_that_the_user_did_not_
     assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
-def test_help_explains_every_flag_and_names_no_folder_of_this_machine(path, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", [*SKELETONS, *sync.variants(), "sft", "reward_model", "dpo"])
+def test_help_names_no_folder_of_this_machine(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    module = importlib.import_module(path.stem)
+    module = importlib.import_module(name)
     with pytest.raises(SystemExit):
-        tyro.cli(module.Args, prog=path.name, args=["--help"], description=module.__doc__)
+        tyro.cli(module.Args, prog=name, args=["--help"], description=module.__doc__)
     text = capsys.readouterr().out
     assert "toy/" in text and str(ROOT) not in text and module.__doc__.splitlines()[0] in text
-    lines, _ = inspect.getsourcelines(module.Args)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
+def test_every_flag_has_a_help_text(path):
+    """tyro shows the comment beside a flag, or that above it."""
+    lines, _ = inspect.getsourcelines(importlib.import_module(path.stem).Args)
     for above, line in pairwise(lines):
-        if re.match(r"    \w+: (?!ClassVar)", line):  # tyro shows the comment beside a flag, or that above it
+        if re.match(r"    \w+: (?!ClassVar)", line):
             assert "  # " in line or above.startswith("    # "), line
 
 
@@ -223,10 +233,8 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize("anneal, expected", [(False, [1, 2, 3, 3, 3]), (True, [1, 2, 1.8, 1.2, 0.6])])
 def test_learning_rates_rise_from_the_first_step_and_may_fall(anneal, expected, tmp_path, monkeypatch):
     """Those that the optimizers of policy and critic have."""
-    rates, step = [], torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self)
-    )
+    AdamW, rates, step = torch.optim.AdamW, [], torch.optim.AdamW.step
+    monkeypatch.setattr(AdamW, "step", lambda x: rates.append(x.param_groups[0]["lr"]) or step(x))
     flags = {"warmup_iterations": 3, "num_iterations": 5, "learning_rate": 3e-4, "critic_learning_rate": 3e-2}
     run("ppo", **flags | ({"anneal_lr": True} if anneal else {}), num_minibatches=1, run_dir=tmp_path)
     assert rates[::2] == pytest.approx([1e-4 * x for x in expected])
@@ -265,21 +273,16 @@ def test_a_log_or_flags_that_are_not_as_they_were(tmp_path, capsys):
     run("grpo", run_dir=tmp_path, num_iterations=3)
 
 
-def test_a_second_process_in_the_folder_is_refused(tmp_path):
-    """And a run may be started from its own copy of the script."""
+def test_a_second_process_in_the_folder_is_refused(tmp_path, capsys):
+    """And a run may be resumed by its own copy of the script."""
     run("grpo", run_dir=tmp_path, num_iterations=1)
-    flags = {
-        "num_iterations": 2,
-        "batch_size": 16,
-        "max_response_length": 8,
-        "eval_every": 0,
-        "device": "cpu",
-    }
-    command = [tmp_path / "grpo.py", *words_of(run_dir=tmp_path, **flags)]
     with filelock.FileLock(tmp_path / "lock"):
-        second = launch(*command, check=False)
-    assert second.returncode == 2 and "another process may train there" in second.stderr
-    launch(*command)
+        said = refused(capsys, run, "grpo", run_dir=tmp_path)
+    assert "another process may train there" in said
+    flags = json.loads((tmp_path / "args.json").read_text()) | {"num_iterations": 2}
+    del flags["ranks"]
+    copy = load_copy(tmp_path)
+    copy.main(copy.Args(**flags))
     assert [line["iteration"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 

@@ -1,59 +1,26 @@
 """sft.py: the loss is on completion and EOS only, each token with the same weight. Runs of stages 1 and 2."""
 
 import inspect
-import signal
-from pathlib import Path
 
 import pytest
-import soak
+import resume
 import torch
 import transformers
 import zoo
-from conftest import ROOT, read_jsonl, words_of, write_jsonl
+from conftest import ROOT, read_jsonl, write_jsonl
+from stages import ARCHITECTURES, FLOAT32_INSIDE, few, run
 
 import dpo
 import grpo
 import reward_model
 import sft
 
-DATA = {sft: "demonstrations.jsonl", reward_model: "preferences_train.jsonl", dpo: "preferences_train.jsonl"}
+STAGES = [sft, reward_model, dpo]
 ROWS = [
     {"prompt": "3 + 5 ?", "completion": "think 3 + 5 = 8 answer 8"},
     {"prompt": "1 - 2 + 3 - 4 ?", "completion": "answer 8"},
     {"prompt": "9 ?", "completion": "think 9 answer 9"},
 ]
-ARCHITECTURES = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
-FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
-
-
-def run(script=sft, **flags) -> None:
-    flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
-    script.main(script.Args(device="cpu", **flags))
-
-
-def one_step(script, folder, **flags) -> tuple[torch.Tensor, list[dict]]:
-    """Gradient and metrics of a run in float64, the same for micro-batches of 16, and of 3 on 2 ranks."""
-    flags |= {"num_epochs": 1, "batch_size": 16, "max_grad_norm": 1e9, "warmup_iterations": 0}
-    recorded = []
-    for size, ranks in ((16, 1), (3, 2)):
-        case = {"script": script.__name__, "sample": False, "flags": {**flags, "micro_batch_size": size}}
-        out = folder / f"on_{ranks}"
-        out.mkdir()
-        (seen,) = zoo.record(out, [case], ranks)
-        recorded.append(seen[0])
-    whole, parts = recorded
-    (gradient,), (other_gradient,) = whole["gradients"], parts["gradients"]
-    assert difference(other_gradient, gradient) < 1e-12
-    for line, other in zip(whole["metrics"], parts["metrics"], strict=True):
-        if script is dpo and "accuracy" in line:  # of margins that are 0, except for rounding
-            del line["accuracy"], other["accuracy"]
-        assert other == pytest.approx(line, rel=1e-12, abs=1e-12)
-    return gradient, whole["metrics"]
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, as a share."""
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.fixture
@@ -98,17 +65,11 @@ def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
         assert len(chat["prompt_ids"]) == 8 and chat["completion_mask"] == [False] * 8 + [True] * 3
 
 
-def test_gradient_depends_on_neither_micro_batches_nor_ranks(tmp_path, start):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[sft])[:24])
-    _, (before, after) = one_step(sft, tmp_path, model=start, dataset=data, eval_size=8)
-    assert after["eval/loss"] < before["eval/loss"]
-
-
 def test_it_learns_to_stop(tmp_path, start):
     """From random weights to the right answer and EOS."""
     data = write_jsonl(tmp_path / "data.jsonl", ROWS * 9)
     flags = {"model": start, "dataset": data, "batch_size": 24, "num_epochs": 60, "learning_rate": 1e-2}
-    run(**flags, eval_size=3, eval_every=60, run_dir=tmp_path / "run")
+    run(sft, **flags, eval_size=3, eval_every=60, run_dir=tmp_path / "run")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["eval/loss"] < 0.01 < 1 < metrics[0]["eval/loss"]
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")[-3:]
@@ -121,7 +82,7 @@ def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
     prompts = [f"{i} ?" for i in range(10)]
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": x, "completion": "answer 1"} for x in prompts])
     flags = {"model": start, "dataset": data, "batch_size": 2, "eval_size": 0, "num_epochs": 2}
-    run(**flags, shuffle=shuffle, run_dir=tmp_path / "run")
+    run(sft, **flags, shuffle=shuffle, run_dir=tmp_path / "run")
     seen = [rows[i]["prompt"] for (rows, indices, *_), _ in calls for i in indices]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
@@ -139,9 +100,9 @@ def test_shared_functions_are_the_same():
     of_grpo = ["all_sum", "total", "autocast", "optimizer_step", "check", "explain", "say", "start_ranks"]
     of_grpo += ["check_ranks_agree", "read_rows", "replacing", "run_lock", "save_checkpoint"]
     of_grpo += ["load_checkpoint", "open_run"]
-    cases = [(grpo, name, DATA) for name in of_grpo]
+    cases = [(grpo, name, STAGES) for name in of_grpo]
     cases += [(grpo, name, [sft, dpo]) for name in ("load_model", "save_model")]
-    cases += [(sft, name, DATA) for name in ("token_ids", "find_run")]
+    cases += [(sft, name, STAGES) for name in ("token_ids", "find_run")]
     cases += [(sft, name, [dpo]) for name in ("describe", "log")]
     cases += [(sft, "check_args", [reward_model])]
     cases += [(reward_model, name, [dpo]) for name in ("choose_rows", "split_response")]
@@ -152,10 +113,10 @@ def test_shared_functions_are_the_same():
 
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):
     """test_reward_model.py has reward_model.py's."""
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[sft])[: 256 + 64])
     losses = {}
+    flags = {"dataset": few("sft", 64 + 32, tmp_path), "eval_size": 32, "batch_size": 16, "num_epochs": 1}
     for dtype in ("float32", "bfloat16"):
-        run(dtype=dtype, dataset=data, batch_size=32, num_epochs=1, eval_every=1, run_dir=tmp_path / dtype)
+        run(sft, dtype=dtype, **flags, run_dir=tmp_path / dtype)
         metrics = read_jsonl(tmp_path / dtype / "metrics.jsonl")
         losses[dtype] = [line["loss"] for line in metrics if "loss" in line]
     assert losses["bfloat16"] != losses["float32"]
@@ -164,13 +125,9 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):
     assert {x.dtype for x in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("script", [sft, reward_model])
-def test_gradient_checkpointing_recomputes_activations(script):
-    args, device = script.Args(gradient_checkpointing=True), torch.device("cpu")
-    if script is sft:
-        model, _ = sft.load_model(args, "model", transformers.AutoModelForCausalLM, device)
-    else:
-        model, _ = reward_model.load_model(args, device)
+def test_gradient_checkpointing_of_a_reward_model_recomputes_activations():
+    """sft.py and dpo.py have grpo.py's load_model."""
+    model, _ = reward_model.load_model(reward_model.Args(gradient_checkpointing=True), torch.device("cpu"))
     assert not model.training  # dropout would make the second pass another one
     calls = []
     model.get_decoder().layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
@@ -178,25 +135,27 @@ def test_gradient_checkpointing_recomputes_activations(script):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__)
-def test_a_killed_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
-    data = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "toy" / DATA[script])[:64])
+@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
+def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
+    """It ends in half a line of the metrics."""
+    data = few(script.__name__, 64, tmp_path)
     flags = {"dataset": data, "batch_size": 8, "num_epochs": 3, "save_every": 5, "eval_every": 7}
     flags |= {"warmup_iterations": 4} | ({"eval_size": 8} if script is sft else {"eval_dataset": data})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(script, **flags, run_dir=whole)
-    process = soak.start(script.__name__, 1, killed, *words_of(device="cpu", **flags), kill="torn line:11")
-    assert process.wait() == -signal.SIGKILL
+    with resume.interrupted(script, "optimizer_step", call=9):
+        run(script, **flags, run_dir=killed)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 9, "lo')
     assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run(script, **flags, run_dir=killed)
-    assert soak.differences(whole, killed) == []
+    assert resume.differences(whole, killed) == []
     lines = read_jsonl(killed / "metrics.jsonl")
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
     linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
-    assert [x["iteration"] for x in lines if "eval/loss" in x] == sorted(
-        {*range(0, len(rates), 7), len(rates)}
-    )
+    evaluated = {x["iteration"] for x in lines if "eval/loss" in x}
+    assert evaluated == {*range(0, len(rates), 7), len(rates)}
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
     capsys.readouterr()
     run(script, **flags, run_dir=killed)
@@ -219,9 +178,6 @@ def broken_models(tmp_path_factory, tokenizer):
     auto = transformers.AutoModelForSequenceClassification
     auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained(folder / "three_outputs")
     tokenizer.save_pretrained(folder / "three_outputs")
-    without_eos = zoo.make_tokenizer()
-    without_eos.eos_token = None
-    zoo.save(folder / "no_eos", zoo.make_model("llama"), without_eos)
     return folder
 
 
@@ -230,7 +186,6 @@ def broken_models(tmp_path_factory, tokenizer):
     [
         (sft, {}, {"batch_size": 4}, "3 of 3 examples --batch_size"),
         (sft, {}, {"micro_batch_size": 0}, "--micro_batch_size 0"),
-        (sft, {}, {"model": "no_eos"}, "--model no_eos: EOS"),
         (sft, {}, {"model": "toy/reward_model"}, "toy/reward_model SequenceClassification"),
         (sft, {"completion": LONG}, {}, "--max_length 1024 128 positions"),
         (sft, {"completion": None}, {}, "row 2 `completion`"),

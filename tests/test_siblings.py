@@ -111,7 +111,7 @@ def test_a_new_algorithm_is_told_its_five_files(tmp_path):
         "tests/references.py": "def mine_advantages(args):\n\n\nmine_loss = grpo_loss\n",
         "README.md": "\n| [`mine.py`](mine.py) | MINE |\n",
         "docs/estimators.md": "\n| [`mine`](../mine.py) | none |\n",
-        "docs/scripts/mine.md": "".join(f"\n## {section}\n" for section in new.SECTIONS),
+        "docs/scripts/mine.md": "\n## ".join(["`make diff A=rloo B=mine`", *new.SECTIONS, ""]),
     }
     for path, text in texts.items():
         assert new.missing("mine", tmp_path)[0].startswith(f"{path}: ")

@@ -1,13 +1,9 @@
 """reinforce_pp_tools.py: sampling continues behind a tool's answers, and nothing is learned from them."""
 
 import re
-import subprocess
-import sys
-import time
 
 import pytest
-import python_tool
-import soak
+import resume
 import tokenizers
 import torch
 import transformers
@@ -108,46 +104,6 @@ def test_logprobs_of_sampling_are_those_of_the_update(model, tool):
     assert (again[~mask] == 0).all() and (rollout["entropy"][~mask] == 0).all()
 
 
-@pytest.fixture
-def trained(tool):
-    """A model in float64, and 14 responses with all that policy_loss reads."""
-    model = make_model("llama").double()
-    model.generation_config.eos_token_id = EOS_IDS
-    rollout = generate(model, tool, k=2, max_response_length=20)
-    rollout |= {"scores": torch.randn(14), "ref_logprobs": rollout["old_logprobs"] - 0.1}
-    return model, rollout | script.compute_advantages(ARGS, rollout)
-
-
-def gradient(model, rollout, size):
-    model.zero_grad()
-    num_tokens = rollout["response_mask"].sum()
-    for _, batch in script.micro_batches(rollout, torch.arange(14), size):
-        logprobs = script.token_logprobs(model, batch, 1.0)
-        loss, _ = script.policy_loss(ARGS, batch, logprobs, 14, num_tokens)
-        loss.backward()
-    return torch.cat([x.grad.flatten() for x in model.parameters()])
-
-
-def test_the_gradient_does_not_depend_on_micro_batches(trained):
-    model, rollout = trained
-    whole = gradient(model, rollout, 14)
-    for size in (1, 3):
-        assert (gradient(model, rollout, size) - whole).norm() < 1e-12 * whole.norm()
-
-
-def test_no_gradient_reaches_the_logits_of_an_answer(trained):
-    """It is exactly 0 there, and not 0 elsewhere."""
-    model, rollout = trained
-    seen = []
-    hook = lambda _, __, logits: logits.retain_grad() or seen.append(logits)  # noqa: E731
-    model.get_output_embeddings().register_forward_hook(hook)
-    gradient(model, rollout, 14)
-    touched = seen[0].grad[:, :-1].abs().amax(-1)  # (B, T)
-    ((_, batch),) = script.micro_batches(rollout, torch.arange(14), 14)
-    assert (touched[in_answer(batch)] == 0).all() and in_answer(batch).any()
-    assert (touched[batch["response_mask"]] > 0).float().mean() > 0.3
-
-
 def test_without_a_call_it_is_its_parent(tmp_path):
     """To the last bit: weights, metrics, samples. The calculator is asked at each `=` and answers nothing."""
     flags = {"model": "toy/policy", "dataset": "toy/train.jsonl", "batch_size": 128}
@@ -155,12 +111,12 @@ def test_without_a_call_it_is_its_parent(tmp_path):
     names = ["reinforce_pp_baseline", "reinforce_pp_tools"]
     for name in names:
         run(name, **flags, run_dir=tmp_path / name)
-    parent, child = (soak.without_clock(tmp_path / name / "metrics.jsonl") for name in names)
+    parent, child = (resume.without_clock(tmp_path / name / "metrics.jsonl") for name in names)
     assert child == [line | {"calls": 0} for line in parent]
     parent, child = ((tmp_path / name / "samples.jsonl").read_text() for name in names)
     assert parent == child
     parent, child = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in names)
-    assert soak.equal(parent["policy"], child["policy"])
+    assert resume.equal(parent["policy"], child["policy"])
 
 
 def test_metrics_count_sampled_tokens(tmp_path, monkeypatch):
@@ -208,35 +164,3 @@ def test_ids_stay_as_they_were_sampled(tool):
     rollout = generate(model, tool, prompts=[[2, 3]] * 400, **flags)
     responses = rollout["sequences"][:, 2:]
     assert ((responses[:, :-1] == 2) & (responses[:, 1:] == 3)).any()
-
-
-PROGRAMS = {  # code, what the answer contains
-    "output": ("print(6 * 7)", "42"),
-    "error": ("1 / 0", "ZeroDivisionError"),
-    "endless loop": ("while True: pass", "killed|TimeoutError"),
-    "flood": ("while True: print('x' * 10**6)", r"xxx \.\.\. "),
-    "memory": ("x = bytearray(2**34)", "MemoryError"),
-    "environment": ("import os; print(os.environ)", r"environ\(\{(?!.*SECRET)"),
-    "children": ("import os, time\nfor _ in range(5): os.fork()\ntime.sleep(60)", "TimeoutError"),
-}
-
-
-def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_python_tool_survives(name, monkeypatch):
-    monkeypatch.setattr(python_tool, "SECONDS", 2)
-    monkeypatch.setenv("SECRET", "1")
-    code, pattern = PROGRAMS[name]
-    answer = python_tool.fenced(f"I compute:\n```python\n{code}\n```")
-    assert re.search(pattern, answer, re.DOTALL) and len(answer) < 1200
-    assert answer.startswith("\n```output\n") and answer.endswith("\n```\n")
-    end = time.monotonic() + 30
-    while f"{sys.executable} -sPc" in processes():  # a process that was killed may take a moment to go
-        assert time.monotonic() < end
-
-
-def test_the_python_tool_answers_the_end_of_a_call_only():
-    assert python_tool.fenced("```python\nprint(1)\n") is None and python_tool.fenced("no code") is None

@@ -63,8 +63,8 @@ def test_preferences_are_right_over_wrong_and_told_apart_by_style():
 
 @pytest.mark.parametrize("name", SKELETONS)
 def test_it_learns(tmp_path, name):
-    """A third of the default iterations; one with a wrong sign falls. All scripts: experiments/toy_seeds.py."""
-    run(name, run_dir=tmp_path, num_iterations=25, batch_size=128, max_response_length=40)
+    """Within a few iterations; one with a wrong sign falls. All scripts: experiments/toy_seeds.py."""
+    run(name, run_dir=tmp_path, num_iterations=15, batch_size=128, max_response_length=40, learning_rate=4e-4)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     score, length = ([line[key] for line in lines] for key in ("score", "response_length"))
     assert sum(score[:3]) / 3 < 0.5 and sum(score[-5:]) / 5 > sum(score[:3]) / 3 + 0.15

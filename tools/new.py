@@ -46,9 +46,11 @@ def missing(name: str, root: Path = sync.ROOT) -> list[str]:
     if f"\n| [`{name}`](../{name}.py) |" not in read("docs/estimators.md"):
         found.append(f"docs/estimators.md: a row | [`{name}`](../{name}.py) | ... | in the table")
     page = f"docs/scripts/{name}.md"
-    lacking = [section for section in SECTIONS if f"\n## {section}\n" not in read(page)]
+    lacking = [f"## {section}" for section in SECTIONS if f"\n## {section}\n" not in read(page)]
+    if not re.search(rf"`make diff A=\w+\s+B={name}`", read(page)):
+        lacking.append(f"`make diff A=grpo B={name}`")
     if lacking:
-        found.append(f"{page}: a page with the sections {', '.join(lacking)}")
+        found.append(f"{page}: a page with {', '.join(lacking)}")
     return found
 
 

@@ -14,6 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -76,10 +77,9 @@ def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]
 def points(seeds: list[list[dict]], name: str) -> list[tuple]:
     """(iteration, mean, lowest, highest) of a metric over the seeds, for each iteration that has it."""
     values = defaultdict(list)
-    for rows in seeds:
-        for row in rows:
-            if name in row:
-                values[row["iteration"]].append(row[name])
+    for row in chain(*seeds):
+        if name in row:
+            values[row["iteration"]].append(row[name])
     return [(i, mean(ys), min(ys), max(ys)) for i, ys in sorted(values.items())]
 
 
@@ -89,13 +89,9 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from PIL import Image
 
-    found = {}  # names of metrics, in their order
-    for seeds in groups.values():
-        for rows in seeds:
-            for row in rows:
-                found |= dict.fromkeys(row)
+    all_rows = [row for seeds in groups.values() for row in chain(*seeds)]
+    found = dict.fromkeys(name for row in all_rows for name in row)  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     columns = min(columns, len(names))
     height = math.ceil(len(names) / columns)
@@ -121,9 +117,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
     figure.supxlabel("iteration", fontsize=10)
     options = {"frameon": False, "loc": "outside upper center", "ncols": 4, "fontsize": 9}
     figure.legend([*handles.values()], [*handles], **options)
-    figure.canvas.draw()
-    picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-    picture.convert("RGB").quantize(256).save(path, "PNG", optimize=True)  # a third of the bytes
+    figure.savefig(path)
     plt.close(figure)
     return figure
 

@@ -1,54 +1,17 @@
 """The site, opened from disk in a browser without a network. make test-docs builds it."""
+# ruff: noqa: F811  a test's argument has the name of an imported fixture
 
 import re
-import shutil
 import subprocess
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from browser import ROOT, SITE, browser, playwright, visit  # noqa: F401  two fixtures
 
-# make test collects this file, too, and has no playwright.
-playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs installs playwright")
-playwright.expect.set_options(timeout=30_000)
 pytestmark = pytest.mark.web
-ROOT = Path(__file__).resolve().parents[2]
-SITE = ROOT / "site"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 NAMES = sorted(path.stem for path in ROOT.glob("*.py"))
-DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium. Playwright allows one at a time, so each module closes its own."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert path, "install Chromium, on Debian with apt-get install chromium"
-    assert PAGES, "build the site: make docs"
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(browser):
-    """A function that opens a page. It may cause no error in the console and no request to a network."""
-    wrong, contexts = [], []
-
-    def open_page(address, size=DESKTOP, **options):
-        contexts.append(browser.new_context(viewport=size, **options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or wrong.append(r.url))
-        page.goto(f"{SITE.as_uri()}/{address}")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
+PHONE = {"width": 390, "height": 844}
 
 
 def diff(a, b):
@@ -117,7 +80,7 @@ def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
     playwright.expect(page.locator("#formulas-b .katex-display").first).to_be_visible()
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("size", [{}, PHONE], ids=["desktop", "phone"])
 def test_the_keyboard_moves_from_change_to_change(visit, size):
     """Each is scrolled to 70 pixels below the bar, or as far as the page goes. The first follows the last."""
     page = visit("compare.html#sft..ppo", size)
