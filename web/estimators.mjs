@@ -110,6 +110,16 @@ function rloo(batch) {
   return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
 }
 
+/** OPO's baseline is the mean of the group, where a response counts in proportion to its length. */
+function opo(batch) {
+  const length = (response) => response.logRatios.length;
+  const advantages = inGroups(batch, batch.responses, (group) => {
+    const baseline = sum(group.map((x) => length(x) * x.reward)) / sum(group.map(length));
+    return group.map((x) => x.reward - baseline);
+  });
+  return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+}
+
 function raft(batch) {
   const advantages = inGroups(batch, penalizedRewards(batch), (group) => {
     const best = group.indexOf(Math.max(...group)); // the first of equals
@@ -223,14 +233,30 @@ function dppo(batch) {
   return { ...reinforceLoss(batch, weighted, meanOverTokens), advantages, clipped, stops: "token" };
 }
 
+/** FlashREINFORCE leaves out a response whose mean KL over two outcomes, this token or any other, is above delta. */
+function flash_reinforce(batch) {
+  const delta = 0.003;
+  const average = mean(rewards(batch));
+  const advantages = eachToken(batch, ({ reward }) => reward - average);
+  const divergence = eachToken(batch, ({ old, logRatios }, t) => {
+    const [p, q] = [old[t], old[t] + logRatios[t]].map((x) => clamp(Math.exp(x), 1e-6, 1 - 1e-6));
+    return p * Math.log(p / q) + (1 - p) * Math.log((1 - p) / (1 - q));
+  });
+  const clipped = eachToken(batch, (_, t, i) => mean(divergence[i]) > delta);
+  const weighted = eachToken(batch, ({ logRatios }, t, i) =>
+    clipped[i][t] ? 0 : Math.exp(logRatios[t]) * advantages[i][t],
+  );
+  return { ...reinforceLoss(batch, weighted, overLength), advantages, clipped, stops: "response" };
+}
+
 function distill(batch) {
   const advantages = eachToken(batch, ({ old, teacher }, t) => teacher[t] - old[t]);
   return reinforceLoss(batch, advantages, meanOverTokens);
 }
 
 export const ESTIMATORS = {
-  ...{ reinforce, rloo, raft, remax, reinforce_pp, reinforce_pp_baseline, ppo, grpo, dr_grpo, dapo, gspo, cispo },
-  ...{ maxrl, sapo, dppo, distill },
+  ...{ reinforce, rloo, opo, raft, remax, reinforce_pp, reinforce_pp_baseline, ppo, grpo, dr_grpo, dapo, gspo, cispo },
+  ...{ maxrl, sapo, dppo, flash_reinforce, distill },
 };
 
 // --- what the page starts from -----------------------------------------------------------------------------
@@ -275,9 +301,9 @@ const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, te
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
-    "A8 and B1 are long. In grpo.py, gspo.py and sapo.py, a token of theirs gets 1/3 of the push of a token of a " +
-      "short answer: a short right answer gains most per token, a long wrong one loses least. In dr_grpo.py and most " +
-      "others, the push of a token does not depend on the length.",
+    "A8 and B1 are long. In grpo.py, gspo.py, sapo.py and flash_reinforce.py, a token of theirs gets 1/3 of the push " +
+      "of a token of a short answer: a short right answer gains most per token, a long wrong one loses least. In " +
+      "dr_grpo.py and most others, the push of a token does not depend on the length.",
     prompt("4x1_8,3x0_8,0_24", 1),
     prompt("1_24,3x1_8,4x0_8", 0),
   ),
@@ -320,7 +346,8 @@ export const PRESETS = {
   moved: preset(
     "The policy has moved",
     "The clip of grpo.py stops tokens that have already moved far in the wanted direction. dppo.py stops fewer, and " +
-      "gspo.py whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios change nothing.",
+      "gspo.py and flash_reinforce.py whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios " +
+      "change nothing.",
     prompt("1_4*0.1_4,1_8*0.15,1_2*0.3_6,1_8*-0.1,2x0_8*-0.1,0_3*-0.4_5,0_8*0.2", 1),
     prompt("1_2*0.5_6*0.1,1_8,2x0_8*-0.15,0_2*0.4_6,0_4*-0.3_4,2x0_8", 0),
   ),

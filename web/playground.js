@@ -322,7 +322,7 @@ for (const name of NAMES) {
     const t = [...target.parentElement.children].indexOf(target);
     const { advantages, weights, stops } = results[name];
     const numbers = `advantage ${shown(advantages[i][t])}, push ${shown(weights[i][t])}`;
-    const why = `The policy has already moved this ${stops} far enough in the wanted direction.`;
+    const why = `The policy has already moved too far on this ${stops}.`;
     target.title = `${nameOf(i)}, token ${t + 1}: ${numbers}. ${target.matches(".cut") ? why : ""}`;
   };
   $("scripts").append(card);
