@@ -49,6 +49,9 @@ MUTANTS = {
         ("sapo: slope 1/4", "sapo.policy_loss", "4 / tau", "1 / tau"),
         ("dppo: against the advantage", "dppo.policy_loss", "change < -args.delta", "change > args.delta"),
         ("dppo: weight with a gradient", "dppo.policy_loss", "old_logprobs).exp().detach()", "old_logprobs).exp()"),
+        ("gdpo: std of all rewards", "gdpo.compute_advantages", "groups.std(1, ", "groups.std((1, 2), "),
+        ("gdpo: no weights", "gdpo.compute_advantages", "normalized @ weights", "normalized.sum(2)"),
+        ("gdpo: no std of the batch", "gdpo.compute_advantages", "max(variance, 1e-8)", "1.0"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
         ("distill: away from the teacher", "distill.compute_advantages",
          'rollout["ref_logprobs"] - rollout["old_logprobs"]', 'rollout["old_logprobs"] - rollout["ref_logprobs"]'),
@@ -101,6 +104,10 @@ MUTANTS = {
         ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / ", "= WORLD_SIZE * rewards.sum() / "),
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
+    "test_ranks.py -k gdpo": [
+        ("gdpo: std of a rank", "gdpo.compute_advantages",
+         "total(sums.square()) / (", "sums.square().sum().item() / (1 / WORLD_SIZE * "),
+    ],
     "test_ranks.py -k ppo": [
         ("ppo: value loss of a micro-batch", "ppo.main",
          "values, num_tokens)", 'values, batch["response_mask"].sum())'),
@@ -132,6 +139,8 @@ MUTANTS = {
         ("penalty after the scale", "grpo.process_scores", "* truncated)", "* truncated / args.reward_scale)"),
         ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
         ("a reward changes the data", "grpo.load_reward", "copy.deepcopy(columns)", "columns"),
+        ("gdpo: columns of rewards are cut", "gdpo.micro_batches", 'in ("scores", "all_scores")', 'in ()'),
+        ("gdpo: the sum is processed", "gdpo.main", 'rollout["all_scores"].T.', 'rollout["raw_scores"][None].'),
         ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
     ],
     "test_device.py": [

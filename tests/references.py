@@ -93,6 +93,15 @@ def reinforce_pp_baseline_advantages(args, rollout):
     return [x / std for x in centered]
 
 
+def gdpo_advantages(args, rollout):
+    rewards = list(zip(*rollout["scores"].tolist()))  # for each reward the scores of all responses
+    sums = [0.0] * len(rollout["scores"])
+    for weight, scores in zip(args.reward_weights or [1.0] * len(rewards), rewards, strict=True):
+        for i, x in enumerate(normalized(list(scores), args)):
+            sums[i] += weight * x
+    return whitened([sums])[0]
+
+
 def maxrl_advantages(args, rollout):
     advantages = []
     for group in groups(rollout["scores"].tolist(), args):
@@ -239,6 +248,9 @@ def grpo_loss(args, batch, new, num_sequences, num_tokens):
         loss = loss + (args.kl_coef * k3 - objective) / token.length / num_sequences
         count += is_constant
     return loss, count / num_tokens
+
+
+gdpo_loss = grpo_loss  # its kl_coef is 0
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):

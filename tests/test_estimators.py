@@ -73,12 +73,21 @@ def make_rollout(seed: int, k: int) -> dict:
     }
 
 
+def with_two_rewards(rollout: dict) -> dict:
+    """For gdpo.py: a second score of each response, of another scale."""
+    return rollout | {"scores": torch.stack([rollout["scores"], 9 * rollout["greedy_scores"]], dim=1)}
+
+
 @each_script
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
     for seed, k in product(range(4), (2, 3, 8)):
         args = make_args(name, kl_coef=beta, samples_per_prompt=k, max_response_length=9, overlong_buffer=4)
         rollout = make_rollout(seed, k)
+        if name == "gdpo":
+            rollout = with_two_rewards(rollout)
+            rollout["scores"][:k, 1] = 1 / 3  # one group that differs in the first reward only
+            args.reward_weights = [None, [1.0, 0.25]][seed % 2]
         rollout["scores"][-k:] = 1 / 3  # one group whose scores are all equal
         attached = {key: x.clone().requires_grad_(x.is_floating_point()) for key, x in rollout.items()}
         for key, result in MODULES[name].compute_advantages(args, attached).items():
@@ -153,7 +162,10 @@ BASE["response_mask"][:2] = True
 def advantages_of(name: str, **changes) -> torch.Tensor:
     """Of the first group."""
     args = make_args(name, samples_per_prompt=4, kl_coef=0.5, max_response_length=9, overlong_buffer=0)
-    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"][:4]
+    rollout = BASE | changes
+    if name == "gdpo":  # with one reward, the std of the batch is always the same
+        rollout = with_two_rewards(rollout)
+    return MODULES[name].compute_advantages(args, rollout)["advantages"][:4]
 
 
 def loss_of(name: str, num_sequences=5, num_tokens=7, max_response_length=9, **changes) -> torch.Tensor:

@@ -34,6 +34,8 @@ def cases_of(name: str, ranks: int, folder) -> dict[str, dict]:
         fixed["kl_coef"] = 0.3
     if "num_minibatches" in fields:
         fixed["num_minibatches"] = 1  # they are drawn rank by rank: two would be others on other ranks
+    if name == "gdpo":
+        fixed["reward"] = f"{ROOT}/tests/driver.py:two_rewards"
     if name == "grpo":  # evaluation is the same code in all
         fixed["eval_dataset"] = folder / "heldout.jsonl"
     sampled = {**common, "num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}
