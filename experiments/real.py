@@ -23,7 +23,7 @@ FLAGS |= {"batch_size": 32, "samples_per_prompt": 8, "micro_batch_size": 16, "nu
 FLAGS |= {"learning_rate": 1e-5, "warmup_iterations": 2, "num_iterations": 20}
 FLAGS |= {"eval_every": 1000, "log_every": 5, "save_every": 0}  # of every run; a cell has further ones
 DEMO = {"kl_coef": 0.3}  # of `make real`: large enough to keep the answers to plain questions
-NOT_RUN = ("gdpo", "sapo", "dppo", "maxrl", "distill")  # distill.py needs a teacher
+NOT_RUN = ("gdpo", "sapo", "dppo", "maxrl", "distill", "sdpo")  # distill.py needs a teacher
 ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 

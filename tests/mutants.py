@@ -55,6 +55,8 @@ MUTANTS = {
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
         ("distill: away from the teacher", "distill.compute_advantages",
          'rollout["ref_logprobs"] - rollout["old_logprobs"]', 'rollout["old_logprobs"] - rollout["ref_logprobs"]'),
+        ("sdpo: away from the demonstration", "sdpo.compute_advantages",
+         'rollout["teacher_logprobs"] -', '-rollout["teacher_logprobs"] +'),
         ("dapo: lower clip above", "dapo.policy_loss", "1 + args.clip_eps_high", "1 + args.clip_eps_low"),
         ("dapo: long responses are paid", "dapo.compute_advantages", "- penalty", "+ penalty"),
         ("remax: no greedy baseline", "remax.compute_advantages", ' - rollout["greedy_scores"]', ""),
@@ -119,6 +121,11 @@ MUTANTS = {
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "is_full = is_useful", "is_full = True or is_useful"),
         ("dapo: equal scores first", "dapo.dynamic_sampling", "descending=True, ", ""),
         ("dapo: batch's score", "dapo.main", "metrics |= sampling_metrics", "metrics = sampling_metrics | metrics"),
+    ],
+    "test_sdpo.py": [
+        ("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", ""),
+        ("sdpo: a right response of another group", "sdpo.teach", "first = i - i % args", "first = 0 * args"),
+        ("sdpo: an advantage without a demonstration", "sdpo.teach", "where(has_", "where(True | has_"),
     ],
     "test_rollout.py": [
         ("eos masked", "grpo.generate", ":].bool()", ":].bool() & ~torch.isin(sequences[:, P:], eos)"),

@@ -146,6 +146,11 @@ def distill_advantages(args, rollout):
     return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
 
 
+def sdpo_advantages(args, rollout):
+    pairs = zip(rows_of("teacher_logprobs", rollout), rows_of("old_logprobs", rollout))
+    return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
+
+
 def generalized_advantages(args, rollout) -> tuple[list[list[float]], list[list[float]]]:
     """A_t as the sum over s >= t of lambda^(s-t) delta_s, as in the paper, and the targets A_t + V_t."""
     advantages, targets = [], []
@@ -197,7 +202,7 @@ def remax_loss(args, batch, new, num_sequences, num_tokens):
 
 
 rloo_loss = raft_loss = maxrl_loss = reinforce_loss
-distill_loss = remax_loss
+distill_loss = sdpo_loss = remax_loss
 
 
 def clipped(args, ratio, advantage: float):

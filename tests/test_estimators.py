@@ -67,6 +67,7 @@ def make_rollout(seed: int, k: int) -> dict:
         "greedy_scores": greedy_scores,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "teacher_logprobs": -numbers[2].abs(),
         "kl": old_logprobs - ref_logprobs,
         "values": numbers[2],
         "advantages": numbers[3],
