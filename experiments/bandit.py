@@ -18,7 +18,7 @@ from common import POLICY_SCRIPTS, group_by, load, run_all, table
 
 PROMPTS, ACTIONS = 16, 8
 DRAWS, SEED = 2000, 0  # batches of each cell
-SCRIPTS = [x for x in POLICY_SCRIPTS if x not in ("distill", "maxrl")]  # without scores, and for 0 and 1 only
+SCRIPTS = [x for x in POLICY_SCRIPTS if x not in ("distill", "sdpo", "maxrl")]  # no scores; 0 and 1 only
 SETTINGS = {
     "alike": "prompts alike",  # scores from N(0, 1)
     "means": "different mean",  # the same, plus N(0, 3) for each prompt

@@ -120,12 +120,13 @@ def defaults(script: str) -> dict[str, str]:
 
 
 def words_of(flags: dict) -> list[str]:
-    """A command line of these flags; True stands for a flag without a value."""
+    """A command line of these flags; True stands for a flag without a value, a list for several values."""
     words = []
     for name, value in flags.items():
         words.append(f"--{name}")
-        if value is not True:
-            words.append(f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value))
+        for x in value if isinstance(value, list) else [value]:
+            if x is not True:
+                words.append(f"{x:g}".replace("e-0", "e-") if isinstance(x, float) else str(x))
     return words
 
 

@@ -41,6 +41,12 @@ def reward_of_threes(completions, prompts, **columns):
     return [float(len(text) % 3) if prompt[0] == "3" else 1.0 for prompt, text in zip(prompts, completions)]
 
 
+def two_rewards(completions, prompts, **columns):
+    """Two numbers that differ from response to response, with that sum."""
+    parts = [float(text.count("3")) for text in completions]
+    return [[x - y, y] for x, y in zip(reward(completions, prompts), parts)]
+
+
 def fixed_response(ids: list[int], number: int) -> list[int]:
     """3 to 12 tokens that follow from those of the prompt; every other response ends in EOS, which is 1."""
     length = 3 + (3 * sum(ids) + 7 * number) % 10
@@ -143,7 +149,8 @@ class Recorder:
         mask = rollout["response_mask"]
         for row, row_mask in zip(result["advantages"], mask):
             self.seen["advantages"].append(row[row_mask].tolist())
-        scores = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
+        scores = [rollout[name] for name in ("scores", "greedy_scores") if name in rollout]
+        scores = [x.view(len(mask), -1).sum(1).tolist() for x in scores]  # in gdpo.py several for each
         self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
         self.seen["kl_errors"].append(float((rollout["kl"] - kl)[mask].abs().max()))

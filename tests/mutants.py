@@ -55,9 +55,14 @@ MUTANTS = {
         ("flash: the gate keeps the far ones", "flash_reinforce.policy_loss", "> args.delta", "<= args.delta"),
         ("flash: over the accepted", "flash_reinforce.policy_loss", "lengths).sum() / num_sequences",
          "lengths).sum() / (~rejected).sum()"),
+        ("gdpo: std of all rewards", "gdpo.compute_advantages", "groups.std(1, ", "groups.std((1, 2), "),
+        ("gdpo: no weights", "gdpo.compute_advantages", "normalized @ weights", "normalized.sum(2)"),
+        ("gdpo: no std of the batch", "gdpo.compute_advantages", "max(variance, 1e-8)", "1.0"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),
         ("distill: away from the teacher", "distill.compute_advantages",
          'rollout["ref_logprobs"] - rollout["old_logprobs"]', 'rollout["old_logprobs"] - rollout["ref_logprobs"]'),
+        ("sdpo: away from the demonstration", "sdpo.compute_advantages",
+         'rollout["teacher_logprobs"] -', '-rollout["teacher_logprobs"] +'),
         ("dapo: lower clip above", "dapo.policy_loss", "1 + args.clip_eps_high", "1 + args.clip_eps_low"),
         ("dapo: long responses are paid", "dapo.compute_advantages", "- penalty", "+ penalty"),
         ("remax: no greedy baseline", "remax.compute_advantages", ' - rollout["greedy_scores"]', ""),
@@ -109,6 +114,10 @@ MUTANTS = {
          "= total(scores)", "= WORLD_SIZE * scores.sum()"),
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
+    "test_ranks.py -k gdpo": [
+        ("gdpo: std of a rank", "gdpo.compute_advantages",
+         "total(sums.square()) / (", "sums.square().sum().item() / (1 / WORLD_SIZE * "),
+    ],
     "test_ranks.py -k ppo": [
         ("ppo: value loss of a micro-batch", "ppo.main",
          "values, num_tokens)", 'values, batch["response_mask"].sum())'),
@@ -120,6 +129,11 @@ MUTANTS = {
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "is_full = is_useful", "is_full = True or is_useful"),
         ("dapo: equal scores first", "dapo.dynamic_sampling", "descending=True, ", ""),
         ("dapo: batch's score", "dapo.main", "metrics |= sampling_metrics", "metrics = sampling_metrics | metrics"),
+    ],
+    "test_sdpo.py": [
+        ("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", ""),
+        ("sdpo: a right response of another group", "sdpo.teach", "first = i - i % args", "first = 0 * args"),
+        ("sdpo: an advantage without a demonstration", "sdpo.teach", "where(has_", "where(True | has_"),
     ],
     "test_rollout.py": [
         ("eos masked", "grpo.generate", ":].bool()", ":].bool() & ~torch.isin(sequences[:, P:], eos)"),
@@ -140,6 +154,8 @@ MUTANTS = {
         ("penalty after the scale", "grpo.process_scores", "* truncated)", "* truncated / args.reward_scale)"),
         ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
         ("a reward changes the data", "grpo.load_reward", "copy.deepcopy(columns)", "columns"),
+        ("gdpo: columns of rewards are cut", "gdpo.micro_batches", 'in ("scores", "all_scores")', 'in ()'),
+        ("gdpo: the sum is processed", "gdpo.main", 'rollout["all_scores"].T.', 'rollout["raw_scores"][None].'),
         ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
     ],
     "test_device.py": [

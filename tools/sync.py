@@ -19,7 +19,7 @@ MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature.
 VARIANT = re.compile(r"^# variant of (\w+)\.py$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "remax": 6, "dapo": 10, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)

@@ -145,6 +145,19 @@ def make_data(seed: int) -> dict[str, list[dict]]:
     }
 
 
+def with_hints(demonstrations: list[dict]) -> list[dict]:
+    """The demonstrations, each followed by one with a right response of its style before the prompt, to be repeated."""
+    rows = []
+    for row in demonstrations:
+        chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
+        is_worked_out = row["completion"].startswith("think")
+        hint = (
+            worked_out(random.Random(0), chain, slip_rate=0.0) if is_worked_out else f"answer {value(chain)}"
+        )
+        rows += [row, {"prompt": f"{hint} {row['prompt']}", "completion": hint}]
+    return rows
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -196,6 +209,10 @@ def main(seed: int = 0, out: Path = HERE) -> None:
         train("sft.py", out / "base", seed, *flags, *CURRICULUM_FLAGS)
     flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_jsonl(Path(scratch) / "hints.jsonl", with_hints(data["demonstrations"]))
+        flags = ["--model", str(out / "base"), "--dataset", str(Path(scratch) / "hints.jsonl")]
+        train("sft.py", out / "hinted", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
     flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]
     train("reward_model.py", out / "reward_model", seed, *flags)
