@@ -1,6 +1,6 @@
 """The runs of docs/learn.md: the toy with each script of the ladder, its predictions, and its edits that break it.
 
-    python experiments/learn.py          20 minutes on one core
+    python experiments/learn.py          12 minutes on one core
 
 A row has the score of each iteration, and of every metric the mean of the first and of the last third of the run. The
 page prints these, the diffs of the ladder, and what tools/explain.py computes.
