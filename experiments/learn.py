@@ -13,7 +13,7 @@ from pathlib import Path
 import common
 import sync
 import tyro
-from common import PATCHES, ROOT, curve, label, load, mean, run_all
+from common import PATCHES, ROOT, curve, label, load, mean, print_commands, run_all, words_of
 
 KEYS = ("score", "kl", "response_length", "equal_groups", "clip_fraction", "grad_norm", "truncated")
 SHORT = {"num_iterations": 30}
@@ -92,11 +92,23 @@ def worked(flags: str) -> None:
     explain.print_group(tyro.cli(explain.Args, args=flags.split()))
 
 
-def edit(patch: str) -> None:
-    """Print the command that applies a patch, and the lines that it changes."""
+def command(name: str) -> list[str]:
+    script, flags, _ = RUNS[name]
+    return ["python", f"{script}.py", *words_of(flags)]
+
+
+def commands(*names: str) -> None:
+    """Print the commands of these runs."""
+    print_commands(*map(command, names))
+
+
+def edit(name: str) -> None:
+    """Print the lines that the patch of a run changes, and the commands that apply it, run it and undo it."""
+    script, _, [patch] = RUNS[name]
     lines = (PATCHES / f"{patch}.patch").read_text().splitlines()
-    print(f"`git apply experiments/patches/{patch}.patch`")
-    print("\n```diff", *(line for line in lines if line[0] in "-+"), "```\n", sep="\n")
+    print("\n```diff", *(line for line in lines if line[0] in "-+"), "```", sep="\n")
+    apply = ["git", "apply", f"experiments/patches/{patch}.patch"]
+    print_commands(apply, command(name), ["git", "restore", f"{script}.py"])
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
