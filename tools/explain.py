@@ -16,7 +16,6 @@ import torch
 import tyro
 
 sys.path.insert(0, str(sync.ROOT))
-PROB = 0.4  # of every token under the policy that sampled it
 NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
 
 
@@ -49,7 +48,7 @@ def explain(args: Args, script: str):
     mask = torch.arange(max(args.lengths)) < torch.tensor(args.lengths)[:, None]  # (B, T)
     tokens = mask.double()
     rollout = {"response_mask": mask, "scores": torch.tensor(args.scores, dtype=torch.float64)}
-    rollout |= {"old_logprobs": math.log(PROB) * tokens, "kl": args.kl * tokens}
+    rollout |= {"old_logprobs": math.log(0.4) * tokens, "kl": args.kl * tokens}  # 0.4 is arbitrary
     if settings.kl_coef:  # without a KL there is no reference
         rollout["ref_logprobs"] = rollout["old_logprobs"] - rollout["kl"]
     rollout |= module.compute_advantages(settings, rollout)
@@ -95,8 +94,8 @@ def print_gae() -> None:
     lines = []
     for gae_lambda in (0.0, 0.95, 1.0):
         result = module.compute_advantages(module.Args(gae_lambda=gae_lambda), rollout)
-        raw = (result["returns"] - values)[0]  # a return is the advantage plus the value
-        lines.append([f"{gae_lambda:g}", *(f"{x:.3f}" for x in raw.tolist())])
+        raw = (result["returns"] - values)[0].tolist()  # a return is the advantage plus the value
+        lines.append([f"{gae_lambda:g}", *(f"{x:.3f}" for x in raw)])
     print_table(["λ", *(f"token {t}, value {x:g}" for t, x in enumerate(values[0].tolist(), 1))], lines)
 
 
@@ -104,20 +103,18 @@ def print_kl() -> None:
     """k1, k2 and k3 of the two tokens of a vocabulary, their means, and the pushes of the two that are losses."""
     lines, means = [], [0.0, 0.0, 0.0]
     for token, policy, reference in ((1, 0.5, 0.25), (2, 0.5, 0.75)):
-        logprobs, ref_logprobs = torch.tensor(
-            [[[policy]], [[reference]]], dtype=torch.float64
-        ).log()  # (1, 1)
+        logprobs, ref_logprobs = torch.tensor([[[policy]], [[reference]]], dtype=torch.float64).log()
         batch = {"advantages": 0 * logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
         batch["response_mask"] = torch.ones(1, 1, dtype=torch.bool)
-        numbers, pushes = [(logprobs - ref_logprobs).item()], []
+        numbers, pushes = [(logprobs - ref_logprobs).item()], []  # k1
         for script in ("reinforce_pp_baseline", "grpo"):  # k2, k3
             module = importlib.import_module(script)
             loss, push = loss_and_push(module, module.Args(kl_coef=1.0), batch, logprobs, 1)
             numbers.append(loss)
             pushes.append(push.item())
         means = [mean + policy * x for mean, x in zip(means, numbers)]
-        cells = [f"token {token}", f"{policy:g}", f"{reference:g}"]
-        lines.append([*cells, *(f"{x:.3f}" for x in numbers + pushes)])
+        cells = [f"{policy:g}", f"{reference:g}", *(f"{x:.3f}" for x in numbers + pushes)]
+        lines.append([f"token {token}", *cells])
     lines.append(["mean under π", "", "", *(f"{x:.3f}" for x in means), "", ""])
     print_table(["", "π", "π_ref", "k1", "k2", "k3", "push of k2", "push of k3"], lines)
 
