@@ -374,7 +374,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
+    # Resume the run or start it; start is the number of finished iterations.
+    start = resume_or_start(args, run_dir, state, dataset)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9

@@ -394,7 +394,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
+    # Resume the run or start it; start is the number of finished iterations.
+    start = resume_or_start(args, run_dir, state, dataset)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
@@ -419,7 +420,7 @@ def main(args):
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
-            with reference.disable_adapter():
+            with policy.disable_adapter():
                 rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 nothing uses it
             rollout["ref_logprobs"] = rollout["old_logprobs"]
@@ -919,14 +920,25 @@ def save_checkpoint(run_dir, iteration, state):
         os.fsync(file)
 
 
+def merged_weights(policy):
+    """The weights of the model by their names in it, with W + alpha/r B A in place of W."""
+    model = policy.get_base_model()
+    weights = {name.replace(".base_layer", ""): x for name, x in model.state_dict().items()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            W = layer.get_base_layer().weight
+            weights[f"{name}.weight"] = (W + layer.get_delta_weight("default")).detach()
+    return {name: x for name, x in weights.items() if "lora_" not in name}
+
+
 def save_model(run_dir, policy, tokenizer):
     """Write model/, which is complete or absent."""
     with replacing(run_dir / "model") as folder:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
         policy.save_pretrained(folder / "adapter")
         # In float32, since a bfloat16 sum would be rounded; on the CPU, since it may not fit on the GPU.
-        policy = policy.cpu().float().merge_and_unload()
-        policy.save_pretrained(folder)
+        policy.cpu().float()
+        policy.get_base_model().save_pretrained(folder, state_dict=merged_weights(policy))
         tokenizer.save_pretrained(folder)
         shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
     run_lock(run_dir).release()

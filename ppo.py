@@ -184,14 +184,17 @@ def value_loss(args, batch, values, num_tokens):
     return loss, {"value_loss": loss.detach()}
 
 
-def critic_values(critic, batch):
-    """Values (b, T): the critic's estimate before each response token is read, 0 on padding."""
-    T = batch["response_mask"].shape[1]
-    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
-    hidden_states = critic["decoder"](**inputs, use_cache=False).last_hidden_state  # (b, P+T, H)
-    before = hidden_states[:, -T - 1 : -1]  # (b, T, H)
-    values = (before * critic["head"].weight).sum(2)  # no matmul, which autocast would round to bfloat16
-    return values * batch["response_mask"]
+class Critic(torch.nn.ModuleDict):
+    """A decoder, and a head that makes a value of each of its hidden states."""
+
+    def forward(self, batch):
+        """Values (b, T): the estimate before each response token is read, 0 on padding."""
+        T = batch["response_mask"].shape[1]
+        inputs = model_inputs(batch["sequences"], batch["attention_mask"])
+        hidden_states = self["decoder"](**inputs, use_cache=False).last_hidden_state  # (b, P+T, H)
+        before = hidden_states[:, -T - 1 : -1]  # (b, T, H)
+        values = (before * self["head"].weight).sum(2)  # no matmul, which autocast would round to bfloat16
+        return values * batch["response_mask"]
 
 
 @torch.no_grad()
@@ -201,7 +204,7 @@ def rollout_values(args, critic, rollout):
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
         with autocast(args):
-            values = critic_values(critic, batch)  # (b, T), but T of the micro-batch
+            values = critic(batch)  # (b, T), but T of the micro-batch
         result[part, : values.shape[1]] = values
     return result
 
@@ -212,10 +215,10 @@ def load_critic(args, policy, tokenizer, device):
         auto_class = transformers.AutoModelForSequenceClassification
         model, its_tokenizer = load_model(args, "reward", auto_class, device)
         if tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
-            return torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": model.score})
+            return Critic({"decoder": model.get_decoder(), "head": model.score})
     head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False, device=device)
     torch.nn.init.zeros_(head.weight)
-    return torch.nn.ModuleDict({"decoder": copy.deepcopy(policy.get_decoder()), "head": head})
+    return Critic({"decoder": copy.deepcopy(policy.get_decoder()), "head": head})
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -440,7 +443,8 @@ def main(args):
     critic_optimizer = torch.optim.AdamW(critic.parameters(), weight_decay=0.0, fused=True)
     state |= {"critic": critic, "critic_optimizer": critic_optimizer}
 
-    start = resume_or_start(args, run_dir, state, dataset)  # the number of finished iterations
+    # Resume the run or start it; start is the number of finished iterations.
+    start = resume_or_start(args, run_dir, state, dataset)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
@@ -503,7 +507,7 @@ def main(args):
 
                     # The critic learns from the same micro-batch.
                     with autocast(args):
-                        values = critic_values(critic, batch)  # (b, T), with gradient
+                        values = critic(batch)  # (b, T), with gradient
                     critic_loss, critic_stats = value_loss(args, batch, values, num_tokens)
                     critic_loss.backward()
                     stats["value_loss"] += critic_stats["value_loss"]
