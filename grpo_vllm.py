@@ -4,7 +4,7 @@
 #                 "vllm==0.32.0"]  # needs transformers < 5.20
 # ///
 # variant of grpo.py
-"""GRPO with vLLM: its engine samples in the same process, and receives the new weights after each update.
+"""GRPO with vLLM: its engine samples in the same process, and gets the weights of the policy before it does.
 
 Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
 exactly pi_theta's. The responses come from vLLM, so pi_old is its distribution, and the ratio corrects for
