@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers
+import variant
 from conftest import ROOT, launch, words_of
 from soak import without_clock
 from zoo import WORDS, make_model, make_tokenizer, run, save
@@ -158,6 +159,17 @@ def test_it_learns_the_toy(toy, tmp_path):
     scores = [line["score"] for line in metrics]
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.7
     assert abs(metrics[0]["kl"]) < 1e-5 and metrics[-1]["kl"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rloo_lora_vllm", "rloo_fsdp_vllm", "remax_vllm", "ppo_vllm", "dapo_vllm"])
+def test_other_scripts_take_vllm(name, toy, tmp_path, monkeypatch):
+    """After updates, too, the log-probs are the policy's: vLLM has its weights, with the adapter and all parts."""
+    source = variant.combine(name.split("_")[0], name.split("_")[1:])
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(name, num_iterations=3, max_response_length=20, model=toy, kv_cache_gib=0.1, run_dir=tmp_path / "run")
+    metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["logprob_difference"] < 1e-5 for line in metrics) and metrics[0]["grad_norm"] > 0
 
 
 def test_stopped_and_resumed_it_ends_with_the_same_bits(toy, tmp_path):

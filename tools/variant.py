@@ -35,11 +35,6 @@ def parts(source: str) -> tuple[str, dict[str, str], list[str], dict[str, str]]:
     return HEADER.sub("", sync.skeleton(source)), packages, commands, flags
 
 
-def changed(mine: dict, before: dict, after: dict) -> dict:
-    """mine with the entries of after that are not those of before."""
-    return mine | {key: value for key, value in after.items() if before.get(key) != value}
-
-
 def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
     """The source of a script with more features. A ValueError says why there is none."""
     sources = {path.stem: path.read_text() for path in root.glob("*.py")}
@@ -59,7 +54,8 @@ def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
-        packages, flags = changed(packages, old_packages, new_packages), changed(flags, old_flags, new_flags)
+        packages |= {key: value for key, value in new_packages.items() if old_packages.get(key) != value}
+        flags |= {key: value for key, value in new_flags.items() if old_flags.get(key) != value}
         toy, present = toy + commands[0], [*present, feature]
     for pair, (old, new) in BOTH.items():
         text = text.replace(old, new) if {*pair} <= {*present} else text

@@ -1,7 +1,4 @@
-"""Stands in for vLLM: the engine is a model of transformers with random weights until it gets others.
-
-It takes weights under the names of --model only, and samples as grpo.py does, with a seed of its own.
-"""
+"""Stands in for vLLM: the engine is a model of transformers with random weights until it gets others by their names."""
 
 from types import SimpleNamespace
 
@@ -14,7 +11,7 @@ SamplingParams = SimpleNamespace
 
 
 def with_a_seed(generate):
-    """generate, but its responses depend on nothing drawn before, nor does anything drawn after depend on it."""
+    """generate with random numbers of its own: those before and after do not matter, and do not change."""
 
     def seeded(*args, **options):
         with torch.random.fork_rng():
@@ -30,31 +27,21 @@ class LLM:
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+        self.reset_prefix_cache = lambda: True
 
     def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights"
         self.model.load_state_dict(dict(kwargs["weights_iterator"]))
 
-    def reset_prefix_cache(self):
-        return True
-
     def generate(self, requests, settings, use_tqdm):
-        common, prompts = settings[0], [request["prompt_token_ids"] for request in requests]
-        args = grpo.Args(max_response_length=common.max_tokens, temperature=common.temperature or 1.0)
-        greedy = common.temperature == 0
-        rollout = with_a_seed(grpo.generate)(self.model, self.tokenizer, prompts, args, common.n, greedy)
-        mask = rollout["response_mask"]
-        columns = (
-            rollout["sequences"][:, -mask.shape[1] :],
-            rollout["old_logprobs"],
-            mask,
-            rollout["truncated"],
-        )
-        outputs = []
-        for ids, logprobs, row_mask, is_truncated in zip(*columns):
-            ids, logprobs = ids[row_mask].tolist(), logprobs[row_mask].tolist()
+        k, heat = settings[0].n, settings[0].temperature
+        prompts = [request["prompt_token_ids"] for request in requests]
+        args = grpo.Args(max_response_length=settings[0].max_tokens, temperature=heat or 1.0)
+        rollout = with_a_seed(grpo.generate)(self.model, self.tokenizer, prompts, args, k, greedy=heat == 0)
+        mask, outputs = rollout["response_mask"], []
+        responses = rollout["sequences"][:, -mask.shape[1] :]
+        for i, is_truncated in enumerate(rollout["truncated"]):
+            ids, logprobs = responses[i][mask[i]].tolist(), rollout["old_logprobs"][i][mask[i]].tolist()
             steps = [{token: SimpleNamespace(logprob=x)} for token, x in zip(ids, logprobs)]
             reason = "length" if is_truncated else "stop"
             outputs.append(SimpleNamespace(token_ids=ids, logprobs=steps, finish_reason=reason))
-        groups = [outputs[i : i + common.n] for i in range(0, len(outputs), common.n)]
-        return [SimpleNamespace(outputs=group) for group in groups]
+        return [SimpleNamespace(outputs=outputs[i : i + k]) for i in range(0, len(outputs), k)]
