@@ -375,7 +375,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -460,11 +461,10 @@ def main(args):
             groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
             # The share of prompts whose responses all score the same, so that none is better than another
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
-
-        metrics["demonstrations"] = total(rollout["has_demonstration"]) / args.batch_size
-
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
+
+        metrics["demonstrations"] = total(rollout["has_demonstration"]) / args.batch_size
 
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -244,3 +245,13 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: list[dict]) -> Non
         print("| " + " | ".join(line) + " |")
     print()
     print_provenance(rows)
+
+
+def print_commands(*commands: list[str]) -> None:
+    """Print commands as a code block, whose lines end before a flag."""
+    print("\n```")
+    for words in commands:
+        text = shlex.join(words).replace(" ", "\xa0").replace("\xa0--", " --")
+        lines = textwrap.wrap(text, 114, break_long_words=False, break_on_hyphens=False)
+        print(" \\\n    ".join(lines).replace("\xa0", " "))
+    print("```\n")

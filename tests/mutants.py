@@ -77,22 +77,21 @@ MUTANTS = {
         ("tools: no limit", "reinforce_pp_tools.generate", "num_calls[active] < args.max_calls", "True"),
     ],
     "test_lora.py": [
-        ("lora: the adapter in the reference", "grpo_lora.main", "with reference.disable_adapter():", "if True:"),
+        ("lora: the adapter in the reference", "grpo_lora.main", "with policy.disable_adapter():", "if True:"),
         ("lora: another adapter on each rank", "grpo_lora.add_adapter", "torch.manual_seed(args.seed)", "pass"),
         ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
     ],
     "test_fsdp.py": [
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
-        ("fsdp: whole weights stay", "grpo_fsdp.gathered", "set_reshard_after_forward(True)", "eval()"),
+        ("fsdp: whole weights stay", "grpo_fsdp.release", "set_reshard_after_forward(True)", "eval()"),
     ],
     "test_vllm.py -m vllm": [
         ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
-        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "engine.reset_prefix_cache()", "True"),
+        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "policy.engine.reset_prefix_cache()", "True"),
         ("vllm: one seed for all prompts", "grpo_vllm.generate",
          "(len(prompts),)).tolist()", "(1,)).tolist() * len(prompts)"),
         ("vllm: log-probs at temperature 1", "grpo_vllm.start_engine", "processed_logprobs", "raw_logprobs"),
-        ("vllm: the first weights stay", "grpo_vllm.main",
-         "        sync_weights(engine, policy)\n\n        # 8.", "        # 8."),
+        ("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass"),
         ("vllm: no EOS", "grpo_vllm.generate", "eos_ids(model, tokenizer)", "[]"),
     ],
     "test_ranks.py -k grpo": [
@@ -148,7 +147,7 @@ MUTANTS = {
         ("gradients in bfloat16 sampling", "grpo.generate", "torch.no_grad()", "torch.enable_grad()"),
         ("an appended EOS stays", "grpo.token_ids", "ids[:-1] if", "ids if"),
         ("dropout on", "grpo.load_model", ".eval()", ".train()"),
-        ("ppo: critic one token off", "ppo.critic_values", "[:, -T - 1 : -1]", "[:, -T:]"),
+        ("ppo: critic one token off", "ppo.Critic", "[:, -T - 1 : -1]", "[:, -T:]"),
     ],
     "test_rewards.py": [
         ("penalty after the scale", "grpo.process_scores", "* truncated)", "* truncated / args.reward_scale)"),

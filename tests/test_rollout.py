@@ -145,10 +145,10 @@ def test_micro_batches_cut_padding_and_group_similar_lengths():
 def test_the_critic_knows_positions_without_padding():
     """Each value of a padded batch, by a model of absolute positions, is that of its sequence alone."""
     model, head = make_model("gpt2"), torch.nn.Linear(32, 1, bias=False)
-    critic = torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": head})
+    critic = ppo.Critic({"decoder": model.get_decoder(), "head": head})
     rollout = generate(model, max_response_length=9)
     with torch.no_grad():
-        values = ppo.critic_values(critic, rollout)
+        values = critic(rollout)
         for i, n in enumerate(rollout["response_mask"].sum(1)):
             hidden = model.get_decoder()(attended(rollout, i)[None]).last_hidden_state[0, -n - 1 : -1]
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
