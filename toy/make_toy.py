@@ -145,15 +145,14 @@ def make_data(seed: int) -> dict[str, list[dict]]:
     }
 
 
-def with_hints(demonstrations: list[dict]) -> list[dict]:
+def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
     """The demonstrations, each followed by one with a right response of its style before the prompt, to be repeated."""
     rows = []
     for row in demonstrations:
         chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
-        is_worked_out = row["completion"].startswith("think")
-        hint = (
-            worked_out(random.Random(0), chain, slip_rate=0.0) if is_worked_out else f"answer {value(chain)}"
-        )
+        hint = f"answer {value(chain)}"
+        if row["completion"].startswith("think"):
+            hint = worked_out(rng, chain, slip_rate=0.0)
         rows += [row, {"prompt": f"{hint} {row['prompt']}", "completion": hint}]
     return rows
 
@@ -210,7 +209,7 @@ def main(seed: int = 0, out: Path = HERE) -> None:
     flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
     with tempfile.TemporaryDirectory() as scratch:
-        write_jsonl(Path(scratch) / "hints.jsonl", with_hints(data["demonstrations"]))
+        write_jsonl(Path(scratch) / "hints.jsonl", with_hints(random.Random(seed), data["demonstrations"]))
         flags = ["--model", str(out / "base"), "--dataset", str(Path(scratch) / "hints.jsonl")]
         train("sft.py", out / "hinted", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
