@@ -50,6 +50,10 @@ def module(script: str, patches: tuple[str, ...] = ()):
     return made
 
 
+def has(patch: str) -> bool:
+    return (PATCHES / f"{patch}.patch").exists()
+
+
 def make_args(script: str, patches=(), **values):
     """The script's default flags with these values; no KL and no length penalty unless given."""
     args = module(script, tuple(patches)).Args()
@@ -419,7 +423,7 @@ def length_cells() -> list[dict]:
 POLICIES, RESPONSES, REUSE_TREE = 128, 64, (6, 4)
 STEPS = (0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128)
 AT_KL = (0.05, 0.1, 0.2, 0.5, 1.0)
-DELAYS, UPDATES = (0, 2, 8, 32), 64
+DELAYS = (0, 2, 8, 32)
 # GSPO's clip is meant for responses of 1,000 tokens, whose ratio it keeps below exp(0.3) and exp(0.4).
 GSPO_FLAGS = {"clip_eps_low": 0.3 / REUSE_TREE[1], "clip_eps_high": 0.4 / REUSE_TREE[1]}
 
@@ -466,71 +470,52 @@ def state_of(tree, old, logits, right) -> torch.Tensor:
     return torch.stack([(new.exp() * right).sum(1), tree.kl(logits, old), -(new.exp() * new).sum(1)])
 
 
-def first_rate(tree, old, update, first: float) -> torch.Tensor:
-    """(S, 1, 1): the learning rates with which the first step moves the policies by `first` nats."""
-    rate = bisect(lambda x: tree.kl(old + x[:, None, None] * update, old), first, POLICIES)
-    return rate[:, None, None]
+def rate_for(tree, old, update, first: float) -> torch.Tensor:
+    """(S, 1, 1): the learning rates with which the first step moves each policy by `first` nats."""
+    return bisect(lambda x: tree.kl(old + x[:, None, None] * update, old), first, POLICIES)[:, None, None]
 
 
-def measure_reuse(run_dir, script, patches, flags, first) -> dict:
-    """Means along the steps, and for every policy pass rate and entropy where its KL first reaches AT_KL."""
+def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
+    """Means along the steps, and for every policy pass rate and entropy where its KL first reaches AT_KL.
+
+    All steps use one rollout; or, with a delay, each uses a new one, of the policy that many steps before.
+    """
     tree, old, right, random_state = reuse_policies()
     generator = torch.Generator()
     generator.set_state(random_state)
-    rollout = sample(tree, old, right, generator)
-    update = partial(reuse_update, script, patches, flags, rollout)
-    rate, logits, path = first_rate(tree, old, update(old), first), old, []
+    rate, path, history = None, [], [old]
     for step in range(STEPS[-1] + 1):
+        logits = history[-1]
         if step in STEPS:
             path.append(state_of(tree, old, logits, right))
-        logits = logits + rate * update(logits)
+        if step == 0 or delay is not None:
+            rollout = sample(tree, history[max(0, step - (delay or 0))], right, generator)
+        update = reuse_update(script, patches, flags, rollout, logits)
+        if rate is None:
+            rate = rate_for(tree, old, update, first)
+        history.append(logits + rate * update)
     path = torch.stack(path)  # (steps, 3, S)
     result = {"mean": [[float(f"{x:.4g}") for x in row] for row in path.mean(2).tolist()]}
     for target in AT_KL:
-        pairs = []
+        result[f"at {target}"] = []
         for one in path.unbind(2):  # (steps, 3)
             above = (one[:, 1] >= target).nonzero()
             if len(above) == 0:
-                pairs.append(None)
+                result[f"at {target}"].append(None)
                 continue
-            end = one[above[0, 0]]
-            start = one[above[0, 0] - 1]
-            share = (target - start[1]) / (end[1] - start[1])
-            pairs.append([round(float(x), 4) for x in (start + share * (end - start))[[0, 2]]])
-        result[f"at {target}"] = pairs
+            start, end = one[above[0, 0] - 1], one[above[0, 0]]
+            found = start + (target - start[1]) / (end[1] - start[1]) * (end - start)
+            result[f"at {target}"].append([round(float(x), 4) for x in found[[0, 2]]])
     return result
 
 
-def measure_delay(run_dir, script, patches, flags, first, delay) -> dict:
-    """Pass rate and KL after UPDATES steps, each on a new rollout of the policy `delay` updates ago."""
-    tree, old, right, random_state = reuse_policies()
-    generator = torch.Generator()
-    generator.set_state(random_state)
-    rate, history = None, [old]
-    for _ in range(UPDATES):
-        rollout = sample(tree, history[max(0, len(history) - 1 - delay)], right, generator)
-        update = reuse_update(script, patches, flags, rollout, history[-1])
-        rate = first_rate(tree, old, update, first) if rate is None else rate
-        history.append(history[-1] + rate * update)
-    end = state_of(tree, old, history[-1], right)
-    return {
-        "mean": [round(float(x), 4) for x in end.mean(1)],
-        "pass_rates": [round(float(x), 3) for x in end[0]],
-    }
-
-
-def loss_cells() -> list[dict]:
-    cells = [{"script": s, "patches": [], "flags": GSPO_FLAGS if s == "gspo" else {}} for s in SCRIPTS]
-    cells += [{"script": "grpo", "patches": [patch], "flags": {}} for patch in ("tis", "icepop")]
-    return [cell for cell in cells if all((PATCHES / f"{patch}.patch").exists() for patch in cell["patches"])]
-
-
 def reuse_cells() -> list[dict]:
-    return [cell | {"first": first} for first in (0.01, 0.001) for cell in loss_cells()]
-
-
-def delay_cells() -> list[dict]:
-    """Losses without a ratio are all that of reinforce, and the clip of ppo and reinforce_pp is that of grpo."""
+    losses = [{"script": s, "patches": [], "flags": GSPO_FLAGS if s == "gspo" else {}} for s in SCRIPTS]
+    losses += [
+        {"script": "grpo", "patches": [patch], "flags": {}} for patch in ("tis", "icepop") if has(patch)
+    ]
+    cells = [loss | {"first": 0.01, "delay": None} for loss in losses]
+    # Losses without a ratio are all that of reinforce, and the clip of ppo and others is that of grpo.
     same = {
         "rloo",
         "raft",
@@ -542,8 +527,8 @@ def delay_cells() -> list[dict]:
         "reinforce_pp_baseline",
         "dr_grpo",
     }
-    cells = [cell for cell in loss_cells() if cell["script"] not in same]
-    return [cell | {"first": 0.01, "delay": delay} for delay in DELAYS for cell in cells]
+    losses = [loss for loss in losses if loss["script"] not in same]
+    return cells + [loss | {"first": 0.001, "delay": delay} for delay in (None, *DELAYS) for loss in losses]
 
 
 def main() -> None:
@@ -552,7 +537,6 @@ def main() -> None:
     run_all("exact_length", length_cells(), measure_length, workers=1)
     run_all("exact_kl", kl_cells(), measure_kl, workers=1)
     run_all("exact_reuse", reuse_cells(), measure_reuse, workers=1)
-    run_all("exact_delay", delay_cells(), measure_delay, workers=1)
 
 
 if __name__ == "__main__":
