@@ -179,7 +179,7 @@ def draw_length() -> None:
         axis.set(xlabel="pass rate, as it is trained", ylim=(0, 50), xlim=(0.08, 0.97))
         ticks(axis, "x", [0.1, 0.5, 0.9])
     label(b, 0.12, 38, "wrong responses", ORANGE)
-    label(b, 0.12, 8, "right responses", ORANGE)
+    label(b, 0.42, 10.5, "right responses", ORANGE)
     label(b, 0.3, 19.5, "both, without 1/length", BLUE)
     label(c, 0.15, 19.5, "all scripts", BLACK)
     save(figure, "length")
