@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from common import ROOT, group_by, load, mean, table
 from exact import DELAYS, KLS, LENGTHS, RATES, STEPS
-from exact_training import label_of
+from exact_training import MARGIN, label_of
 
 P = RATES.tolist()
 HALF = P.index(0.5)
@@ -413,16 +413,16 @@ def noise() -> None:
 # --- 6. training ---
 
 
+def arm_name(row: dict) -> str:
+    return f"{name_of(row)}, k = {row['k']}" + ", no KL" * (row["setting"] == "trap" and not row["kl"])
+
+
 def training() -> None:
     """Print each arm against the first arm of its setting."""
     rows, lines = load("exact_training"), []
     for (setting, optimizer), arms in group_by(rows, "setting", "optimizer").items():
         for row in arms:
-            cells = [
-                f"{setting}, {optimizer}",
-                f"`{name_of(row)}`, k = {row['k']}",
-                f"{mean(row['end']):.3f}",
-            ]
+            cells = [f"{setting}, {optimizer}", arm_name(row), f"{mean(row['end']):.3f}"]
             for outcome in ("end", "run", "pass@16"):
                 values = torch.tensor(row[outcome]) - torch.tensor(arms[0][outcome])
                 difference, half, text = label_of(values)
@@ -434,20 +434,25 @@ def training() -> None:
 
 def draw_training() -> None:
     rows = load("exact_training")
-    figure, (a, b) = canvas(1, 2, 4.4)
-    arms = {
-        ("dr_grpo", 8): BLUE,
-        ("reinforce_pp_baseline", 8): PURPLE,
-        ("grpo", 8): ORANGE,
-        ("maxrl", 8): GREEN,
-    }
-    for (script, k), color in arms.items():
-        for optimizer, style in (("adam", "-"), ("sgd", "--")):
-            (row,) = find(rows, setting="mixed", optimizer=optimizer, script=script, k=k)
-            a.plot(range(0, 101, 5), row["mean accuracy"], color=color, ls=style)
-    for row in find(rows, setting="trap"):
-        b.plot(row["mean kl"], row["mean accuracy"], label=name_of(row))
-        b.plot(row["mean kl"], row["mean score"], ls=":")
+    figure, (a, b, c) = canvas(1, 3, 4.8)
+    for axis, outcome, title in ((a, "end", "Accuracy at the end"), (b, "pass@16", "pass@16")):
+        for optimizer, shift, fill in (("adam", 0.15, None), ("sgd", -0.15, "white")):
+            base, *arms = find(rows, setting="mixed", optimizer=optimizer)
+            for i, row in enumerate(arms):
+                difference, half, _ = label_of(torch.tensor(row[outcome]) - torch.tensor(base[outcome]))
+                color = {"maxrl": GREEN, "raft": GREEN, "grpo": ORANGE}.get(row["script"], BLUE)
+                axis.errorbar(difference, shift - i, xerr=half, fmt="o", color=color, mfc=fill or color, ms=6)
+        axis.axvspan(-MARGIN, MARGIN, color="#EEEEEE", zorder=0)
+        axis.axvline(0, color=GREY, lw=1)
+        axis.set(title=title, xlabel="less grpo, k = 8")
+        axis.set_yticks([-i for i in range(len(arms))], [arm_name(row) if axis is a else "" for row in arms])
+    label(a, -0.045, 0.75, "filled: Adam, open: SGD", BLACK, fontsize=9)
+    places = {}
+    for row, color in zip(find(rows, setting="trap"), (ORANGE, "#E69F00", GREEN, BLUE, BLACK)):
+        c.plot(row["mean kl"], row["mean accuracy"], color=color)
+        places[name_of(row) if row["kl"] else "grpo, no KL"] = (row["mean accuracy"][-1], color)
+    label_ends(c, 2.6, places, 0.008)
+    c.set(title="A reward model with a trap", xlabel="KL from the base, nats", ylabel="accuracy", xlim=(0, 5))
     save(figure, "training")
 
 

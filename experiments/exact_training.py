@@ -61,8 +61,11 @@ ARMS = {
     "100 prompts": [GRPO, BATCH_STD, arm("reinforce_pp", 1)],
     "1000 prompts": [GRPO, BATCH_STD, arm("reinforce_pp", 1)],
     "trap": [
-        arm(*x, kl=True)
-        for x in (("grpo", 8), ("grpo", 8, ["unbiased_kl"]), ("reinforce_pp_baseline", 8), ("rloo", 8))
+        arm("grpo", 8, kl=True),
+        arm("grpo", 8, ["unbiased_kl"], kl=True),
+        arm("reinforce_pp_baseline", 8, kl=True),
+        arm("rloo", 8, kl=True),
+        GRPO,
     ],
 }
 
