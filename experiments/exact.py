@@ -344,11 +344,7 @@ def kl_cells() -> list[dict]:
 LONGEST, LENGTH_GROUP = 64, 8
 LENGTHS = torch.arange(2, LONGEST + 1).repeat(2)  # of right responses, then of wrong ones
 IS_RIGHT = torch.arange(len(LENGTHS)) < len(LENGTHS) // 2
-WITH_LENGTHS = {
-    "reinforce_pp": "its statistics are over the tokens of the batch",
-    "ppo": "its statistics are over the tokens of the batch",
-    "opo": "its baseline depends on the lengths of the others",
-}
+OTHER_LENGTHS_MATTER = {"reinforce_pp", "ppo", "opo"}  # to their advantages; they are left out
 
 
 def length_logprobs(theta) -> torch.Tensor:
@@ -414,7 +410,7 @@ def measure_length(run_dir, script, can_tell, speed=0.1, **_) -> dict:
 
 
 def length_cells() -> list[dict]:
-    scripts = [script for script in SCRIPTS if script not in WITH_LENGTHS]
+    scripts = [script for script in SCRIPTS if script not in OTHER_LENGTHS_MATTER]
     return [{"script": script, "can_tell": can_tell} for can_tell in (True, False) for script in scripts]
 
 
@@ -511,23 +507,11 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
 
 def reuse_cells() -> list[dict]:
     losses = [{"script": s, "patches": [], "flags": GSPO_FLAGS if s == "gspo" else {}} for s in SCRIPTS]
-    losses += [
-        {"script": "grpo", "patches": [patch], "flags": {}} for patch in ("tis", "icepop") if has(patch)
-    ]
+    losses += [{"script": "grpo", "patches": [x], "flags": {}} for x in ("tis", "icepop") if has(x)]
     cells = [loss | {"first": 0.01, "delay": None} for loss in losses]
     # Losses without a ratio are all that of reinforce, and the clip of ppo and others is that of grpo.
-    same = {
-        "rloo",
-        "raft",
-        "remax",
-        "maxrl",
-        "opo",
-        "ppo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "dr_grpo",
-    }
-    losses = [loss for loss in losses if loss["script"] not in same]
+    same = "rloo raft remax maxrl opo ppo reinforce_pp reinforce_pp_baseline dr_grpo"
+    losses = [loss for loss in losses if loss["script"] not in same.split()]
     return cells + [loss | {"first": 0.001, "delay": delay} for delay in (None, *DELAYS) for loss in losses]
 
 

@@ -5,17 +5,22 @@ python experiments/exact_plots.py
 
 import io
 import math
-from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from common import ROOT, group_by, load, mean, table
 from exact import DELAYS, KLS, LENGTHS, RATES, STEPS
 from exact_training import MARGIN, label_of
+from PIL import Image
 
 P = RATES.tolist()
 HALF = P.index(0.5)
 PLAIN = {"lengths": [1, 1], "critic_error": None, "all_right": False}
 BLUE, ORANGE, GREEN, PURPLE, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#888888", "#222222"
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2}
+)
+plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold"})
 
 
 def find(rows: list[dict], **wanted) -> list[dict]:
@@ -30,41 +35,33 @@ def code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
-def shared(names: dict[str, list[str]]) -> str:
-    """Scripts under what they have in common, such as `grpo`, `rloo` (k = 2)."""
-    return "; ".join(f"{code(scripts)} ({about})" for about, scripts in names.items())
+def print_shared(heads: list[str], found: list[tuple[str, str, list[str]]], rows: list[dict]) -> None:
+    """A table of (script, about, cells) in which those with the same cells share a line."""
+    lines = {}
+    for script, about, cells in found:
+        lines.setdefault(tuple(cells), {}).setdefault(about, []).append(script)
+    texts = {
+        cells: "; ".join(f"{code(x)}{about}" for about, x in names.items()) for cells, names in lines.items()
+    }
+    table(heads, [[text, *cells] for cells, text in texts.items()], rows)
 
 
-# --- drawing ---
-
-
-def canvas(rows: int, columns: int, height: float):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(
-        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2}
-    )
-    plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold"})
+def canvas(columns: int, height: float, rows: int = 1):
     figure, axes = plt.subplots(rows, columns, figsize=(9.5, height), squeeze=False, layout="constrained")
     return figure, list(axes.flat)
 
 
 def save(figure, name: str) -> None:
-    from PIL import Image
-
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120)
-    Image.open(buffer).convert("RGB").quantize(96).save(
-        Path(ROOT, "docs", f"exact_{name}.png"), optimize=True
-    )
+    Image.open(buffer).convert("RGB").quantize(96).save(ROOT / "docs" / f"exact_{name}.png", optimize=True)
 
 
-def ticks(axis, which: str, values) -> None:
-    getattr(axis, f"set_{which}ticks")(values, [f"{x:g}" for x in values])
-    getattr(axis, f"set_{which}ticks")([], minor=True)
+def ticks(axis, x=(), y=()) -> None:
+    for which, values in (("x", x), ("y", y)):
+        if len(values):
+            getattr(axis, f"set_{which}ticks")(values, [f"{value:g}" for value in values])
+            getattr(axis, f"set_{which}ticks")([], minor=True)
 
 
 def label(axis, x, y, text, color, **options) -> None:
@@ -93,12 +90,12 @@ def relative(row: dict) -> list[float]:
 
 def draw_weights() -> None:
     rows = find(load("exact_weights"), **PLAIN)
-    figure, (a, b, c, d) = canvas(2, 2, 7.2)
+    figure, (a, b, c, d) = canvas(2, 7.2, rows=2)
     families = {GREEN: [], ORANGE: [], BLUE: []}
-    for rows_of_script in group_by(rows, "script").values():
-        w = relative(rows_of_script[0])  # at the default k
+    for (script,), runs in group_by(rows, "script").items():
+        w = relative(runs[0])  # at the default k
         color = GREEN if w[2] > 2 * w[-3] else ORANGE if w[2] > 1.1 else BLUE
-        families[color].append(rows_of_script[0]["script"])
+        families[color].append(script)
         a.plot(P, w, color=color)
     for (color, names), x, y in zip(families.items(), (0.1, 0.32, 0.02), (6.5, 3.0, 0.62)):
         lines = ["  ".join(names[i : i + 4]) for i in range(0, len(names), 4)]
@@ -106,57 +103,55 @@ def draw_weights() -> None:
     for k, orange, green in zip((2, 4, 8, 16, 64), shades(ORANGE, 5), shades(GREEN, 5)):
         grpo, maxrl, raft = (relative(find(rows, script=x, k=k)[0]) for x in ("grpo", "maxrl", "raft"))
         b.plot(P, grpo, color=orange)
-        label(b, 1.02, grpo[-1] * {2: 0.92, 4: 1.06}.get(k, 1), f"k = {k}", orange)
         c.plot(P, maxrl, color=green)
         c.plot(P[2::7], raft[2::7], ".", color=green, ms=7)
+        label(b, 1.02, grpo[-1] * {2: 0.92, 4: 1.06}.get(k, 1), f"k = {k}", orange)
         label(c, *((0.07, 10) if k == 64 else (-0.18, maxrl[0])), f"k = {k}", green)
     b.plot(P, [0.5 / math.sqrt(p * (1 - p)) for p in P], color=BLACK, lw=1, ls=":")
     c.plot(P, [0.5 / p for p in P], color=BLACK, lw=1, ls=":")
     label(b, 0.06, 8, r"k $\to\infty$: climbs $\arcsin\sqrt{p}$", BLACK)
     label(b, 0.3, 0.75, "k = 2 is rloo: climbs p", shades(ORANGE, 5)[2])
     label(c, 0.17, 5, r"k $\to\infty$: climbs $\log\,p$", BLACK)
-    batches = [(1, None, "n = 1 (as grpo)"), (2, None, "n = 2"), (4, None, "n = 4"), (16, None, "n = 16")]
-    batches.append((16, 0.98, "n = 16, others\npass at 98 %"))
-    for (n, others, text), color in zip(batches, [*reversed(shades(PURPLE, 4)), GREY]):
+    for (n, others), color in zip(
+        ((16, None), (4, None), (2, None), (1, None), (16, 0.98)), [*shades(PURPLE, 4), GREY]
+    ):
         (row,) = find(rows, script="reinforce_pp_baseline", groups=n, others=others)
         d.plot(P, relative(row), color=color, ls="--" if others else "-")
+        text = f"n = {n}" + " (as grpo)" * (n == 1) + (", others\npass at 98 %" if others else "")
         label(d, 1.02, relative(row)[-1], text, color)
     titles = ("Three families, at the default k", "Std of the group: grpo", "maxrl (lines), raft (dots)")
     limits = ((0, 1), (0, 1.2), (-0.2, 1), (0, 1.4))
     for axis, title, limit in zip((a, b, c, d), (*titles, "Std of the batch: n groups of 8"), limits):
         axis.axhline(1, color="#DDDDDD", lw=1, zorder=0)
-        axis.set(title=title, xlim=limit)
-        ticks(axis, "x", [0, 0.25, 0.5, 0.75, 1])
+        axis.set(title=title, xlim=limit, xlabel="pass rate p of a prompt" if axis in (c, d) else "")
+        axis.set_ylabel("weight, relative to p = 0.5" if axis in (a, c) else "")
+        ticks(axis, x=(0, 0.25, 0.5, 0.75, 1))
         if axis is not d:
             axis.set(yscale="log", ylim=(0.45, 12))
-            ticks(axis, "y", [0.5, 1, 2, 4, 8])
+            ticks(axis, y=(0.5, 1, 2, 4, 8))
     d.set_ylim(0.95, 1.45)
-    for axis in (c, d):
-        axis.set_xlabel("pass rate p of a prompt")
-    for axis in (a, c):
-        axis.set_ylabel("weight, relative to p = 0.5")
     save(figure, "weights")
 
 
 def weights() -> None:
-    """Print the weights at some pass rates, relative to 0.5; what has the same weights shares a line."""
+    """Print the weights at some pass rates, relative to 0.5."""
     rows = [row for row in load("exact_weights") if row["critic_error"] is None and row["lengths"] == [1, 1]]
     rows = [row for row in rows if row["script"] != "rloo" or row["k"] == 8]
-    shown, lines = [P.index(p) for p in (0.01, 0.1, 0.25, 0.75, 0.9, 0.99)], {}
+    shown, found = [P.index(p) for p in (0.01, 0.1, 0.25, 0.75, 0.9, 0.99)], []
     for row in rows:
-        about = f"k = {row['k']}" + (f", {row['groups']} groups" if row["groups"] > 1 else "")
-        about += ", the others at 98 %" * (row["others"] == 0.98) + ", all right ones" * row["all_right"]
-        cells = tuple(f"{relative(row)[i]:.2f}" for i in shown)
-        lines.setdefault(cells, {}).setdefault(about, []).append(row["script"])
-    heads = ["weight of a prompt with pass rate p, relative to 0.5", *(f"p = {P[i]:g}" for i in shown)]
-    table(heads, [[shared(names), *cells] for cells, names in lines.items()], rows)
+        about = f" (k = {row['k']}" + (f", {row['groups']} groups" if row["groups"] > 1 else "")
+        about += (
+            ", the others at 98 %" * (row["others"] == 0.98) + ", all right ones" * row["all_right"] + ")"
+        )
+        found.append((row["script"], about, [f"{relative(row)[i]:.2f}" for i in shown]))
+    print_shared(["weight, relative to p = 0.5", *(f"p = {P[i]:g}" for i in shown)], found, rows)
 
 
 # --- 2. length ---
 
 
 def draw_length() -> None:
-    figure, (a, b, c) = canvas(1, 3, 4)
+    figure, (a, b, c) = canvas(3, 4)
     names = {ORANGE: [], BLUE: []}
     for row in load("exact_length"):
         color = BLUE if row["per_token"][0] == row["per_token"][-1] else ORANGE
@@ -177,7 +172,7 @@ def draw_length() -> None:
     c.set_title("If it cannot")
     for axis in (b, c):
         axis.set(xlabel="pass rate, as it is trained", ylim=(0, 50), xlim=(0.08, 0.97))
-        ticks(axis, "x", [0.1, 0.5, 0.9])
+        ticks(axis, x=(0.1, 0.5, 0.9))
     label(b, 0.12, 38, "wrong responses", ORANGE)
     label(b, 0.42, 10.5, "right responses", ORANGE)
     label(b, 0.3, 19.5, "both, without 1/length", BLUE)
@@ -187,13 +182,14 @@ def draw_length() -> None:
 
 def lengths() -> None:
     """Print the mean lengths at the end."""
-    rows, lines = load("exact_length"), {}
+    rows = load("exact_length")
+    found = []
     for row in rows:
-        start, end = row["path"][0], row["path"][-1]
-        cells = [f"{start[1]:.1f}", f"{end[1]:.1f}", f"{end[2]:.1f}"]
-        lines.setdefault(("yes" if row["can_tell"] else "no", *cells), []).append(row["script"])
-    heads = ["script", "can tell", "tokens at the start", "right, at the end", "wrong, at the end"]
-    table(heads, [[code(names), *cells] for cells, names in lines.items()], rows)
+        cells = [f"{x:.1f}" for x in (row["path"][0][1], *row["path"][-1][1:])]
+        found.append((row["script"], "", ["yes" if row["can_tell"] else "no", *cells]))
+    print_shared(
+        ["script", "can tell", "tokens at the start", "right, at the end", "wrong, at the end"], found, rows
+    )
 
 
 # --- 3. kl ---
@@ -204,33 +200,28 @@ KL_STYLES |= {"k2 in the reward": (GREEN, ":"), "k3 in the reward": (ORANGE, ":"
 
 def draw_kl() -> None:
     rows = find(load("exact_kl"), depth=6)
-    figure, axes = canvas(2, 2, 7)
-    panels = [
-        ("cosine", False, "Direction, on policy", "cosine with the KL's gradient", (-0.1, 1.06)),
-        ("size", False, "Size", "relative to that gradient", (0, 1.6)),
-        ("noise", False, "Noise", "responses for signal = noise", (3, 1e4)),
-        ("cosine", True, "Direction, samples one step old", "cosine with the KL's gradient", (-0.1, 1.06)),
-    ]
-    for axis, (name, stale, title, unit, limits) in zip(axes, panels):
-        ends = {}
+    figure, axes = canvas(2, 7, rows=2)
+    cosine = "cosine with the KL's gradient"
+    titles = ("Direction, on policy", "Size", "Noise", "Direction, samples one step old")
+    units = (cosine, "relative to that gradient", "responses for signal = noise", cosine)
+    limits = ((-0.1, 1.06), (0, 1.6), (3, 1e4), (-0.1, 1.06))
+    for axis, name, title, unit, limit in zip(
+        axes, ("cosine", "size", "noise", "cosine"), titles, units, limits
+    ):
+        is_noise, ends = name == "noise", {}
         for term, (color, style) in KL_STYLES.items():
-            low, middle, high = zip(*find(rows, term=term, stale=stale)[0][name])
+            low, middle, high = zip(*find(rows, term=term, stale=axis is axes[3])[0][name])
             axis.plot(KLS, middle, color=color, ls=style)
             if style == "-":
                 axis.fill_between(KLS, low, high, color=color, alpha=0.13, lw=0)
-            ends[term.replace(" in the", ",")] = (
-                min(middle[-1], limits[1] / 4 if name == "noise" else 9),
-                color,
-            )
-        axis.set(title=title, ylabel=unit, xscale="log", xlim=(0.009, 90), ylim=limits)
-        if name == "noise":
-            axis.set_yscale("log")
-        label_ends(
-            axis, 4.7, ends, 0.6 if name == "noise" else 0.075 * (limits[1] - limits[0]), name == "noise"
+            ends[term.replace(" in the", ",")] = (min(middle[-1], limit[1] / 4 if is_noise else 9), color)
+        axis.set(title=title, ylabel=unit, xscale="log", xlim=(0.009, 90), ylim=limit)
+        axis.set(
+            yscale="log" if is_noise else "linear",
+            xlabel="KL to the reference, nats" if axis in axes[2:] else "",
         )
-        ticks(axis, "x", [0.01, 0.1, 1, 4])
-    for axis in axes[2:]:
-        axis.set_xlabel("KL of the policy to the reference, nats")
+        label_ends(axis, 4.7, ends, 0.6 if is_noise else 0.075 * (limit[1] - limit[0]), is_noise)
+        ticks(axis, x=(0.01, 0.1, 1, 4))
     save(figure, "kl")
 
 
@@ -240,14 +231,12 @@ def kl_terms() -> None:
     columns = [(6, 0.1, False), (4, 1.0, False), (6, 1.0, False), (8, 1.0, False), (6, 4.0, False)]
     columns += [(6, 0.01, True), (6, 0.1, True), (6, 1.0, True)]
     for (term,), runs in group_by(rows, "term").items():
-        cells = []
+        lines.append([term])
         for depth, target, stale in columns:
             (row,) = find(runs, depth=depth, stale=stale)
             cosine, size, noise = (row[name][KLS.index(target)][1] for name in ("cosine", "size", "noise"))
-            cells.append(
-                "zero" if size < 1e-9 else f"{cosine:.2f} / {size:.2f} / {noise:.2g}".replace("e+0", "e")
-            )
-        lines.append([term, *cells])
+            noise = f"{noise:.0f}" if noise < 1e5 else "> 100,000"
+            lines[-1].append("zero" if size < 1e-9 else f"{cosine:.2f} / {size:.2f} / {noise}")
     heads = [f"{'stale, ' * stale}{target:g} nats, {depth} tokens" for depth, target, stale in columns]
     table(["cosine / size / noise", *heads], lines, rows)
 
@@ -276,16 +265,15 @@ def different(rows: list[dict]) -> list[tuple[str, list[str], dict]]:
 
 def draw_reuse() -> None:
     rows = find(load("exact_reuse"), first=0.01, delay=None)
-    figure, (a, b) = canvas(1, 2, 4.6)
-    start, ends, roads = rows[0]["mean"][0][0], {}, {}
+    figure, (a, b) = canvas(2, 4.6)
+    start, roads, ends = rows[0]["mean"][0][0], {}, {}
     for name, _, row in different(rows):
         color = LOSS_COLORS.get(name, GREY)
         rate, kl, _ = zip(*row["mean"][1:])
         a.plot(kl, rate, color=color, lw=1.6)
         a.plot(kl[-1], rate[-1], "o", color=color, ms=6, zorder=3)
         b.plot(STEPS[1:], kl, color=color)
-        ends[name] = (kl[-1], color)
-        roads[name] = (rate[-1], color)
+        roads[name], ends[name] = (rate[-1], color), (kl[-1], color)
     best = [start + (1 - start) * i / 200 for i in range(1, 200)]
     costs = [q * math.log(q / start) + (1 - q) * math.log((1 - q) / (1 - start)) for q in best]
     a.plot(costs, best, color=GREY, lw=1, ls=":")
@@ -301,16 +289,15 @@ def draw_reuse() -> None:
         title="How far it goes, in nats",
         xlabel="steps on the rollout",
     )
-    ticks(a, "x", [0.01, 0.1, 1])
-    ticks(b, "x", [1, 4, 16, 64])
-    ticks(b, "y", [0.01, 0.1, 1])
+    ticks(a, x=(0.01, 0.1, 1))
+    ticks(b, x=(1, 4, 16, 64), y=(0.01, 0.1, 1))
     save(figure, "reuse")
 
 
 def paired(row: dict, base: dict, target: float, which: int) -> str:
     """The mean difference from base at the same KL, with two standard errors, over policies where both get there."""
     pairs = [(x[which], y[which]) for x, y in zip(row[f"at {target}"], base[f"at {target}"]) if x and y]
-    if len(pairs) < 64:
+    if len(pairs) < len(row[f"at {target}"]) / 2:
         return "-"
     values = torch.tensor([x - y for x, y in pairs])
     return f"{values.mean():+.3f} ± {2 * values.std() / len(values) ** 0.5:.3f}"
@@ -318,9 +305,8 @@ def paired(row: dict, base: dict, target: float, which: int) -> str:
 
 def reuse() -> None:
     """Print how far each loss goes, and pass rate and entropy at the same KL, less those of grpo or reinforce."""
-    rows = find(load("exact_reuse"), first=0.01, delay=None)
+    rows, lines = find(load("exact_reuse"), first=0.01, delay=None), []
     (grpo,), (reinforce,) = find(rows, script="grpo", patches=[]), find(rows, script="reinforce")
-    lines = []
     for _, names, row in different(rows):
         rates = [paired(row, base, target, 0) for base, target in ((grpo, 0.1), (reinforce, 0.5))]
         entropy = [paired(row, grpo, target, 1) for target in (0.05, 0.1)]
@@ -331,8 +317,7 @@ def reuse() -> None:
 
 def delays() -> None:
     """Print pass rate and KL after 128 steps on samples that are some steps old."""
-    rows = [row for row in load("exact_reuse") if row["delay"] is not None]
-    lines = []
+    rows, lines = [row for row in load("exact_reuse") if row["delay"] is not None], []
     for runs in group_by(rows, name_of).values():
         ends = [row["mean"][-1] for row in runs]
         lines.append([code([name_of(runs[0])]), *(f"{rate:.2f} at {kl:.2g}" for rate, kl, _ in ends)])
@@ -350,7 +335,7 @@ def responses(row: dict) -> list[float]:
 def draw_noise() -> None:
     rows = load("exact_weights")
     unit = responses(find(rows, script="rloo", k=8, **PLAIN)[0])[HALF]
-    figure, (a, b) = canvas(1, 2, 4.4)
+    figure, (a, b) = canvas(2, 4.4)
     colors = {
         "rloo": BLUE,
         "grpo": ORANGE,
@@ -360,15 +345,12 @@ def draw_noise() -> None:
         "reinforce": BLACK,
     }
     for script, color in colors.items():
-        row = find(rows, script=script, **PLAIN)[0]
-        a.plot(P, [x / unit for x in responses(row)], color=color, ls="--" if script == "remax" else "-")
-        if row["k"] > 1:
-            runs = {
-                run["k"]: responses(run)[P.index(0.1)] / unit for run in find(rows, script=script, **PLAIN)
-            }
-            ks = sorted(runs)
-            b.plot(ks, [runs[k] for k in ks], color=color, marker="o", ms=4)
-            label(b, 72, runs[64] * {"maxrl": 1.12, "rloo": 0.9}.get(script, 1), script, color)
+        runs = find(rows, script=script, **PLAIN)
+        a.plot(P, [x / unit for x in responses(runs[0])], color=color, ls="--" if script == "remax" else "-")
+        if len(runs) > 1:
+            at_k = {run["k"]: responses(run)[P.index(0.1)] / unit for run in runs}
+            b.plot(sorted(at_k), [at_k[k] for k in sorted(at_k)], color=color, marker="o", ms=4)
+            label(b, 72, at_k[64] * {"maxrl": 1.12, "rloo": 0.9}.get(script, 1), script, color)
     (critic,) = find(rows, script="remax", critic_error=0.3)
     a.plot(P, [x / unit for x in responses(critic)], color=GREY, ls=":")
     label(a, 0.07, 400, "reinforce", BLACK)
@@ -384,15 +366,14 @@ def draw_noise() -> None:
     )
     a.set_ylabel("responses for the same signal")
     b.set(xscale="log", yscale="log", xlim=(1.8, 180), title="At p = 0.1", xlabel="k, responses for a prompt")
-    ticks(a, "y", [1, 10, 100, 1000])
-    ticks(b, "x", [2, 4, 8, 16, 64])
-    ticks(b, "y", [2, 5, 10, 50])
+    ticks(a, y=(1, 10, 100, 1000))
+    ticks(b, x=(2, 4, 8, 16, 64), y=(2, 5, 10, 50))
     save(figure, "noise")
 
 
 def noise() -> None:
     """Print the responses for the same signal, relative to rloo with k = 8 at the same pass rate and lengths."""
-    rows, shown, lines = load("exact_weights"), (0.01, 0.1, 0.5, 0.9, 0.99), {}
+    rows, shown, found = load("exact_weights"), [P.index(p) for p in (0.01, 0.1, 0.5, 0.9, 0.99)], []
     rows = [row for row in rows if row["groups"] in (1, 16, 128) and row["k"] in (1, 2, 8, 64)]
     rows = [
         row
@@ -401,13 +382,13 @@ def noise() -> None:
     ]
     for row in rows:
         (base,) = find(rows, script="rloo", lengths=row["lengths"], k=8)
-        about = f"k = {row['k']}" + ", all right ones" * row["all_right"]
+        about = f" (k = {row['k']}" + ", all right ones" * row["all_right"]
         about += "" if row["critic_error"] is None else f", critic off by {row['critic_error']:g}"
         about += "" if row["lengths"] == [1, 1] else ", lengths {} right, {} wrong".format(*row["lengths"])
-        cells = tuple(f"{responses(row)[P.index(p)] / responses(base)[P.index(p)]:.3g}" for p in shown)
-        lines.setdefault(cells, {}).setdefault(about, []).append(row["script"])
-    heads = ["responses for the same signal, relative to `rloo`", *(f"p = {p:g}" for p in shown)]
-    table(heads, [[shared(names), *cells] for cells, names in lines.items()], rows)
+        found.append(
+            (row["script"], f"{about})", [f"{responses(row)[i] / responses(base)[i]:.3g}" for i in shown])
+        )
+    print_shared(["responses, relative to `rloo`", *(f"p = {P[i]:g}" for i in shown)], found, rows)
 
 
 # --- 6. training ---
@@ -422,19 +403,18 @@ def training() -> None:
     rows, lines = load("exact_training"), []
     for (setting, optimizer), arms in group_by(rows, "setting", "optimizer").items():
         for row in arms:
-            cells = [f"{setting}, {optimizer}", arm_name(row), f"{mean(row['end']):.3f}"]
+            lines.append([f"{setting}, {optimizer}", arm_name(row), f"{mean(row['end']):.3f}"])
             for outcome in ("end", "run", "pass@16"):
-                values = torch.tensor(row[outcome]) - torch.tensor(arms[0][outcome])
-                difference, half, text = label_of(values)
-                cells.append("" if row is arms[0] else f"{difference:+.3f} ± {half:.3f} {text}")
-            lines.append([*cells, f"{row['mean kl'][-1]:.2g}"])
+                difference, half, text = label_of(torch.tensor(row[outcome]) - torch.tensor(arms[0][outcome]))
+                lines[-1].append("" if row is arms[0] else f"{difference:+.3f} ± {half:.3f} {text}")
+            lines[-1].append(f"{row['mean kl'][-1]:.2g}")
     heads = ["setting", "arm", "accuracy at the end", "less the first arm", "over the run", "pass@16", "KL"]
     table(heads, lines, rows)
 
 
 def draw_training() -> None:
     rows = load("exact_training")
-    figure, (a, b, c) = canvas(1, 3, 4.8)
+    figure, (a, b, c) = canvas(3, 4.8)
     for axis, outcome, title in ((a, "end", "Accuracy at the end"), (b, "pass@16", "pass@16")):
         for optimizer, shift, fill in (("adam", 0.15, None), ("sgd", -0.15, "white")):
             base, *arms = find(rows, setting="mixed", optimizer=optimizer)
@@ -447,19 +427,15 @@ def draw_training() -> None:
         axis.set(title=title, xlabel="less grpo, k = 8")
         axis.set_yticks([-i for i in range(len(arms))], [arm_name(row) if axis is a else "" for row in arms])
     label(a, -0.045, 0.75, "filled: Adam, open: SGD", BLACK, fontsize=9)
-    places = {}
+    ends = {}
     for row, color in zip(find(rows, setting="trap"), (ORANGE, "#E69F00", GREEN, BLUE, BLACK)):
         c.plot(row["mean kl"], row["mean accuracy"], color=color)
-        places[name_of(row) if row["kl"] else "grpo, no KL"] = (row["mean accuracy"][-1], color)
-    label_ends(c, 2.6, places, 0.008)
+        ends[name_of(row) if row["kl"] else "grpo, no KL"] = (row["mean accuracy"][-1], color)
+    label_ends(c, 2.6, ends, 0.008)
     c.set(title="A reward model with a trap", xlabel="KL from the base, nats", ylabel="accuracy", xlim=(0, 5))
     save(figure, "training")
 
 
-def main() -> None:
+if __name__ == "__main__":
     for draw in (draw_weights, draw_length, draw_kl, draw_reuse, draw_noise, draw_training):
         draw()
-
-
-if __name__ == "__main__":
-    main()
