@@ -180,10 +180,7 @@ def weight_cells() -> list[dict]:
 
 def measure_weight(run_dir, **cell) -> dict:
     w, noise = moments(**cell)
-    return {
-        "w": [float(f"{x:.15g}") for x in w.tolist()],
-        "noise": [float(f"{x:.6g}") for x in noise.tolist()],
-    }
+    return {"w": w.tolist(), "noise": [float(f"{x:.6g}") for x in noise.tolist()]}
 
 
 # --- policies on all responses of `depth` tokens, many at once; each prefix has its own logits ---
@@ -277,12 +274,7 @@ def kl_slopes(term: str, ref, new, old, mean_kl=0.0) -> torch.Tensor:
     script, patches = KL_TERMS[term]
     rows, depth = new.shape
     zero = torch.zeros(rows, **float64)
-    rollout = {
-        "response_mask": torch.ones(new.shape, dtype=torch.bool),
-        "scores": zero,
-        "greedy_scores": zero,
-    }
-    rollout |= {"old_logprobs": old, "ref_logprobs": ref}
+    rollout = make_rollout(zero, torch.full((rows,), depth), old_logprobs=old, ref_logprobs=ref)
     args = make_args(script, patches, kl_coef=1.0)
     if script == "remax":
         rollout["kl"] = IN_REWARD[term[:2]](old - ref)
@@ -306,17 +298,15 @@ def measure_kl(run_dir, term, depth, stale, **_) -> dict:
         flat = [x.flatten(0, 1) for x in (ref_lp, new_lp, old_lp)]
         mean_kl = 0.0
         if "mean" in term:
-            mean_kl = (
-                ((old_lp - ref_lp).sum(2) * old_lp.sum(2).exp()).sum(1).repeat_interleave(new_lp.shape[1])
-            )
+            mean_kl = ((old_lp - ref_lp).sum(2) * old_lp.sum(2).exp()).sum(1)
+            mean_kl = mean_kl.repeat_interleave(new_lp.shape[1])
         slope = -kl_slopes(term, *flat, mean_kl).view_as(new_lp)  # of the penalty
         weight = slope * old_lp.sum(2).exp()[..., None]
         leaf = new.clone().requires_grad_()
         (found,) = torch.autograd.grad((tree.logprobs(leaf) * weight).sum(), leaf)
         probs = new.softmax(-1)
-        norms = (
-            1 - 2 * new_lp.exp() + probs.square().sum(-1)[:, tree.prefixes]
-        )  # of the gradient of each log-prob
+        # Squared norm of the gradient of each log-prob
+        norms = 1 - 2 * new_lp.exp() + probs.square().sum(-1)[:, tree.prefixes]
         second = (weight * slope * norms).sum((1, 2))
         size, exact_size = found.flatten(1).norm(dim=1), exact.flatten(1).norm(dim=1)
         cosine = (found * exact).sum((1, 2)) / (size * exact_size)
@@ -417,8 +407,8 @@ def length_cells() -> list[dict]:
 # --- 4. reuse: many steps on one rollout, and steps on rollouts of older policies ---
 
 POLICIES, RESPONSES, REUSE_TREE = 128, 64, (6, 4)
-STEPS = (0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128)
-AT_KL = (0.05, 0.1, 0.2, 0.5, 1.0)
+STEPS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 19, 23, 27, 32, 38, 45, 54, 64, 76, 91, 108, 128)
+AT_KL = (0.05, 0.1, 0.5)
 DELAYS = (0, 2, 8, 32)
 # GSPO's clip is meant for responses of 1,000 tokens, whose ratio it keeps below exp(0.3) and exp(0.4).
 GSPO_FLAGS = {"clip_eps_low": 0.3 / REUSE_TREE[1], "clip_eps_high": 0.4 / REUSE_TREE[1]}
@@ -438,15 +428,13 @@ def reuse_policies():
 
 def sample(tree, logits, right, generator) -> dict:
     """A rollout of RESPONSES of each policy, with those of all policies side by side; advantages without a std."""
-    rows = torch.multinomial(
-        tree.logprobs(logits).sum(2).exp(), RESPONSES, replacement=True, generator=generator
-    )
+    chances = tree.logprobs(logits).sum(2).exp()
+    rows = torch.multinomial(chances, RESPONSES, replacement=True, generator=generator)
     prefixes, tokens = tree.prefixes[rows], tree.responses[rows]  # (S, R, D)
     scores = right.gather(1, rows).flatten()
     rollout = make_rollout(scores, torch.full((len(scores),), tree.depth))
-    rollout |= module("dr_grpo").compute_advantages(
-        make_args("dr_grpo", samples_per_prompt=RESPONSES), rollout
-    )
+    args = make_args("dr_grpo", samples_per_prompt=RESPONSES)
+    rollout |= module("dr_grpo").compute_advantages(args, rollout)
     policy = torch.arange(POLICIES)[:, None, None]
     old = logits.log_softmax(2)[policy, prefixes, tokens].flatten(0, 1)
     return rollout | {"old_logprobs": old, "ref_logprobs": old, "index": (policy, prefixes, tokens)}
@@ -455,6 +443,8 @@ def sample(tree, logits, right, generator) -> dict:
 def reuse_update(script, patches, flags, rollout, logits) -> torch.Tensor:
     logits = logits.clone().requires_grad_()
     logprobs = logits.log_softmax(2)[rollout["index"]].flatten(0, 1)  # (S * R, D)
+    if patches:  # of tis and icepop: the trainer knows the policy before the step and the one that sampled
+        rollout = rollout | {"sampler_logprobs": rollout["old_logprobs"], "old_logprobs": logprobs.detach()}
     args = make_args(script, patches, max_response_length=REUSE_TREE[1], **flags)
     loss, _ = module(script, tuple(patches)).policy_loss(args, rollout, logprobs, RESPONSES, RESPONSES)
     return -torch.autograd.grad(loss, logits)[0]
@@ -492,7 +482,7 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
         history.append(logits + rate * update)
     path = torch.stack(path)  # (steps, 3, S)
     result = {"mean": [[float(f"{x:.4g}") for x in row] for row in path.mean(2).tolist()]}
-    for target in AT_KL:
+    for target in AT_KL if first == 0.01 else ():
         result[f"at {target}"] = []
         for one in path.unbind(2):  # (steps, 3)
             above = (one[:, 1] >= target).nonzero()
@@ -500,7 +490,9 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
                 result[f"at {target}"].append(None)
                 continue
             start, end = one[above[0, 0] - 1], one[above[0, 0]]
-            found = start + (target - start[1]) / (end[1] - start[1]) * (end - start)
+            # Pass rate and entropy change in proportion to the square root of a small KL.
+            share = (math.sqrt(target) - start[1].sqrt()) / (end[1].sqrt() - start[1].sqrt())
+            found = start + share * (end - start)
             result[f"at {target}"].append([round(float(x), 4) for x in found[[0, 2]]])
     return result
 

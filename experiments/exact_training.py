@@ -14,14 +14,10 @@ import math
 
 import torch
 from common import run_all
-from exact import PATCHES, WHOLE_BATCH, float64, make_args, make_rollout, slopes
+from exact import WHOLE_BATCH, float64, has, make_args, make_rollout, slopes
 
-SEEDS, TUNING_SEEDS, MARGIN, T_99 = (
-    range(100),
-    range(1000, 1024),
-    0.02,
-    2.626,
-)  # Student's t, 99 degrees of freedom
+SEEDS, TUNING_SEEDS, MARGIN = range(100), range(1000, 1024), 0.02
+T_99 = 2.626  # of Student's t with 99 degrees of freedom
 ITERATIONS, EVERY, BATCH, ANSWERS, RANK, TEST = 100, 5, 128, 16, 32, 128
 FIRST_RATES = {"adam": (-6, -5, -4, -3), "sgd": (2, 3, 4, 5)}  # powers of 2
 BETAS = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -42,24 +38,14 @@ def arm(script: str, k: int, patches=(), kl: bool = False) -> dict:
 
 
 GRPO = arm("grpo", 8)
-NO_STD, BATCH_STD, MAXRL = arm("dr_grpo", 8), arm("reinforce_pp_baseline", 8), arm("maxrl", 8)
+STDS = [arm("dr_grpo", 8), arm("reinforce_pp_baseline", 8), arm("maxrl", 8)]
 ALONE = [arm("reinforce_pp", 1), arm("reinforce", 1), arm("remax", 1)]
 ARMS = {
-    "mixed": [
-        GRPO,
-        NO_STD,
-        BATCH_STD,
-        MAXRL,
-        arm("raft", 8),
-        arm("grpo", 2),
-        arm("grpo", 4),
-        arm("grpo", 16),
-        *ALONE,
-    ],
-    "flipped": [GRPO, NO_STD, BATCH_STD, MAXRL, arm("reinforce_pp", 1)],
-    "10 prompts": [GRPO, BATCH_STD, arm("reinforce_pp", 1)],
-    "100 prompts": [GRPO, BATCH_STD, arm("reinforce_pp", 1)],
-    "1000 prompts": [GRPO, BATCH_STD, arm("reinforce_pp", 1)],
+    "mixed": [GRPO, *STDS, arm("raft", 8), *(arm("grpo", k) for k in (2, 4, 16)), *ALONE],
+    "flipped": [GRPO, *STDS, ALONE[0]],
+    "10 prompts": [GRPO, STDS[1], ALONE[0]],
+    "100 prompts": [GRPO, STDS[1], ALONE[0]],
+    "1000 prompts": [GRPO, STDS[1], ALONE[0]],
     "trap": [
         arm("grpo", 8, kl=True),
         arm("grpo", 8, ["unbiased_kl"], kl=True),
@@ -120,17 +106,13 @@ def evaluate(setting: str, world: dict, weights) -> torch.Tensor:
     return torch.stack([accuracy, 1 - (1 - accuracy) ** 16, kl, score]).mean(2)
 
 
-def train(
-    setting: str, optimizer: str, arm: dict, seeds: range, choices: list[tuple[float, float]]
-) -> torch.Tensor:
-    """(evaluations, 4, choices, seeds). A choice is a learning rate and beta."""
+def train(setting: str, optimizer: str, arm: dict, seeds: range, choices: list[tuple]) -> torch.Tensor:
+    """(evaluations, 4, choices, seeds). A choice is a power of 2 for the learning rate, and beta."""
     script, k, patches = arm["script"], arm["k"], arm["patches"]
-    world = {
-        name: x.repeat(len(choices), *[1] * (x.dim() - 1)) for name, x in make_world(setting, seeds).items()
-    }
-    rates = torch.tensor([rate for rate, _ in choices], **float64).repeat_interleave(len(seeds))[
-        :, None, None
-    ]
+    world = make_world(setting, seeds)
+    world = {name: torch.cat([x] * len(choices)) for name, x in world.items()}
+    rates = torch.tensor([2.0**power for power, _ in choices], **float64)
+    rates = rates.repeat_interleave(len(seeds))[:, None, None]
     runs, groups, prompts = len(rates), BATCH // k, SETTINGS[setting][0]
     generator = torch.Generator().manual_seed(seeds[0])
     weights = world["base"].clone()
@@ -143,10 +125,8 @@ def train(
         rows = torch.randint(prompts, (len(seeds), groups), generator=generator).repeat(len(choices), 1)
         features, right, trap = (world[name][run, rows] for name in ("features", "right", "trap"))
         logprobs = (features @ weights).log_softmax(2)  # (runs, groups, ANSWERS)
-        answers = torch.multinomial(
-            logprobs.exp().view(-1, ANSWERS), k, replacement=True, generator=generator
-        )
-        answers = answers.view(runs, groups, k)
+        chances = logprobs.exp().view(-1, ANSWERS)
+        answers = torch.multinomial(chances, k, replacement=True, generator=generator).view(runs, groups, k)
         scores = scores_of(setting, answers, right[..., None], trap[..., None], generator)
         old = logprobs.gather(2, answers).view(-1, 1)
         ref = (features @ world["base"]).log_softmax(2).gather(2, answers).view(-1, 1)
@@ -163,10 +143,8 @@ def train(
             slope.append(slopes(script, args, rollout, BATCH, BATCH, patches=patches))
         slope = torch.cat(slope).view(runs, groups, k)
         # The sum over responses of slope * (one-hot - probabilities), for each prompt
-        push = (
-            torch.zeros_like(logprobs).scatter_add(2, answers, slope)
-            - slope.sum(2, keepdim=True) * logprobs.exp()
-        )
+        push = torch.zeros_like(logprobs).scatter_add(2, answers, slope)
+        push -= slope.sum(2, keepdim=True) * logprobs.exp()
         gradient = features.transpose(1, 2) @ push
         if optimizer == "adam":
             mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient.square()
@@ -183,9 +161,7 @@ def tune(setting: str, optimizer: str, arm: dict) -> tuple[dict, dict]:
     todo = powers
     while todo:
         choices = [(power, beta) for power in todo for beta in betas]
-        accuracy = train(setting, optimizer, arm, TUNING_SEEDS, [(2.0**x, beta) for x, beta in choices])[
-            :, 0
-        ].mean(2)
+        accuracy = train(setting, optimizer, arm, TUNING_SEEDS, choices)[:, 0].mean(2)
         for i, choice in enumerate(choices):
             means["end"][choice], means["run"][choice] = float(accuracy[-1, i]), float(accuracy[1:, i].mean())
         best = {outcome: max(values, key=values.get) for outcome, values in means.items()}
@@ -195,19 +171,21 @@ def tune(setting: str, optimizer: str, arm: dict) -> tuple[dict, dict]:
     return best, means
 
 
+def numbers(values) -> list[float]:
+    return [round(float(x), 4) for x in values]
+
+
 def measure(run_dir, setting, optimizer, **arm) -> dict:
     best, means = tune(setting, optimizer, arm)
-    result = {"best": best}
-    result["tuned"] = {
-        name: [[*key, round(x, 4)] for key, x in values.items()] for name, values in means.items()
+    found = train(setting, optimizer, arm, SEEDS, [best["end"], best["run"]])  # (evaluations, 4, 2, seeds)
+    result = {
+        "best": best,
+        "tuned": {x: [[*key, *numbers([y])] for key, y in means[x].items()] for x in means},
     }
-    choices = [(2.0 ** best[outcome][0], best[outcome][1]) for outcome in ("end", "run")]
-    found = train(setting, optimizer, arm, SEEDS, choices)  # (evaluations, 4, 2, seeds)
-    digits = [round(float(x), 4) for x in found[-1, 0, 0]]
-    result |= {"end": digits, "run": [round(float(x), 4) for x in found[1:, 0, 1].mean(0)]}
-    result["pass@16"] = [round(float(x), 4) for x in found[-1, 1, 0]]
+    result |= {"end": numbers(found[-1, 0, 0]), "run": numbers(found[1:, 0, 1].mean(0))}
+    result["pass@16"] = numbers(found[-1, 1, 0])
     for i, name in enumerate(("accuracy", "pass@16", "kl", "score")):
-        result[f"mean {name}"] = [round(float(x), 4) for x in found[:, i, 0].mean(1)]
+        result[f"mean {name}"] = numbers(found[:, i, 0].mean(1))
     return result
 
 
@@ -215,10 +193,8 @@ def training_cells() -> list[dict]:
     cells = []
     for setting, arms in ARMS.items():
         for optimizer in ("adam", "sgd") if setting in ("mixed", "flipped") else ("adam",):
-            for one in arms:
-                if all((PATCHES / f"{patch}.patch").exists() for patch in one["patches"]):
-                    cells.append({"setting": setting, "optimizer": optimizer} | one)
-    return cells
+            cells += [{"setting": setting, "optimizer": optimizer} | arm for arm in arms]
+    return [cell for cell in cells if all(has(patch) for patch in cell["patches"])]
 
 
 def label_of(differences: torch.Tensor) -> tuple[float, float, str]:
@@ -231,10 +207,6 @@ def label_of(differences: torch.Tensor) -> tuple[float, float, str]:
     return mean, half, "better" if mean > 0 else "worse"
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     run_all("exact_training", training_cells(), measure, workers=1)
-
-
-if __name__ == "__main__":
-    main()
