@@ -407,8 +407,19 @@ def training() -> None:
             for outcome in ("end", "run", "pass@16"):
                 difference, half, text = label_of(torch.tensor(row[outcome]) - torch.tensor(arms[0][outcome]))
                 lines[-1].append("" if row is arms[0] else f"{difference:+.3f} ± {half:.3f} {text}")
-            lines[-1].append(f"{row['mean kl'][-1]:.2g}")
-    heads = ["setting", "arm", "accuracy at the end", "less the first arm", "over the run", "pass@16", "KL"]
+            power, beta = row["best"]["end"]
+            rate = f"$2^{{{power}}}$" + f", β = {beta:g}" * row["kl"]
+            lines[-1] += [f"{row['mean kl'][-1]:.2g}", rate]
+    heads = [
+        "setting",
+        "arm",
+        "accuracy",
+        "less the first arm",
+        "over the run",
+        "pass@16",
+        "KL",
+        "learning rate",
+    ]
     table(heads, lines, rows)
 
 
