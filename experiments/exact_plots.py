@@ -395,7 +395,7 @@ def noise() -> None:
 
 
 def arm_name(row: dict) -> str:
-    return f"{name_of(row)}, k = {row['k']}" + ", no KL" * (row["setting"] == "trap" and not row["kl"])
+    return f"{name_of(row)}, k = {row['k']}"
 
 
 def training() -> None:
@@ -437,13 +437,22 @@ def draw_training() -> None:
         axis.axvline(0, color=GREY, lw=1)
         axis.set(title=title, xlabel="less grpo, k = 8")
         axis.set_yticks([-i for i in range(len(arms))], [arm_name(row) if axis is a else "" for row in arms])
-    label(a, -0.045, 0.75, "filled: Adam, open: SGD", BLACK, fontsize=9)
+    label(b, 0.025, -3.5, "filled: Adam\nopen: SGD", BLACK)
     ends = {}
-    for row, color in zip(find(rows, setting="trap"), (ORANGE, "#E69F00", GREEN, BLUE, BLACK)):
+    for script, color in {"grpo": ORANGE, "reinforce_pp_baseline": GREEN, "rloo": BLUE}.items():
+        (row,) = find(rows, setting="trap", script=script, patches=[])
         c.plot(row["mean kl"], row["mean accuracy"], color=color)
-        ends[name_of(row) if row["kl"] else "grpo, no KL"] = (row["mean accuracy"][-1], color)
-    label_ends(c, 2.6, ends, 0.008)
-    c.set(title="A reward model with a trap", xlabel="KL from the base, nats", ylabel="accuracy", xlim=(0, 5))
+        c.plot(row["mean kl"], row["mean score"], color=color, ls=":")
+        ends[script] = (row["mean accuracy"][-1], color)
+    label_ends(c, 1.05 * max(row["mean kl"]), ends, 0.03)
+    label(c, 0.1, 0.5, "dotted: score", BLACK)
+    c.set(
+        title="A trap in the reward",
+        xlabel="KL from the base, nats",
+        ylabel="accuracy",
+        xlim=(0, 4),
+        ylim=(0, 0.55),
+    )
     save(figure, "training")
 
 

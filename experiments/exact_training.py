@@ -51,7 +51,6 @@ ARMS = {
         arm("grpo", 8, ["unbiased_kl"], kl=True),
         arm("reinforce_pp_baseline", 8, kl=True),
         arm("rloo", 8, kl=True),
-        GRPO,
     ],
 }
 
