@@ -35,13 +35,24 @@ def code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
+def about(row: dict) -> str:
+    """What a weight is computed for, such as " (k = 8, 16 groups)"."""
+    words = [f"k = {row['k']}"]
+    words += [f"{row['groups']} groups"] * (row["groups"] > 1)
+    words += ["the others at 98 %"] * (row["others"] == 0.98)
+    words += ["all right ones"] * row["all_right"]
+    words += [f"critic off by {row['critic_error']}"] * (row["critic_error"] is not None)
+    words += ["lengths {} right, {} wrong".format(*row["lengths"])] * (row["lengths"] != [1, 1])
+    return f" ({', '.join(words)})"
+
+
 def print_shared(heads: list[str], found: list[tuple[str, str, list[str]]], rows: list[dict]) -> None:
-    """A table of (script, about, cells) in which those with the same cells share a line."""
+    """A table of (script, text, cells) in which those with the same cells share a line."""
     lines = {}
-    for script, about, cells in found:
-        lines.setdefault(tuple(cells), {}).setdefault(about, []).append(script)
+    for script, text, cells in found:
+        lines.setdefault(tuple(cells), {}).setdefault(text, []).append(script)
     texts = {
-        cells: "; ".join(f"{code(x)}{about}" for about, x in names.items()) for cells, names in lines.items()
+        cells: "; ".join(f"{code(x)}{text}" for text, x in names.items()) for cells, names in lines.items()
     }
     table(heads, [[text, *cells] for cells, text in texts.items()], rows)
 
@@ -139,11 +150,7 @@ def weights() -> None:
     rows = [row for row in rows if row["script"] != "rloo" or row["k"] == 8]
     shown, found = [P.index(p) for p in (0.01, 0.1, 0.25, 0.75, 0.9, 0.99)], []
     for row in rows:
-        about = f" (k = {row['k']}" + (f", {row['groups']} groups" if row["groups"] > 1 else "")
-        about += (
-            ", the others at 98 %" * (row["others"] == 0.98) + ", all right ones" * row["all_right"] + ")"
-        )
-        found.append((row["script"], about, [f"{relative(row)[i]:.2f}" for i in shown]))
+        found.append((row["script"], about(row), [f"{relative(row)[i]:.2f}" for i in shown]))
     print_shared(["weight, relative to p = 0.5", *(f"p = {P[i]:g}" for i in shown)], found, rows)
 
 
@@ -382,12 +389,9 @@ def noise() -> None:
     ]
     for row in rows:
         (base,) = find(rows, script="rloo", lengths=row["lengths"], k=8)
-        about = f" (k = {row['k']}" + ", all right ones" * row["all_right"]
-        about += "" if row["critic_error"] is None else f", critic off by {row['critic_error']:g}"
-        about += "" if row["lengths"] == [1, 1] else ", lengths {} right, {} wrong".format(*row["lengths"])
-        found.append(
-            (row["script"], f"{about})", [f"{responses(row)[i] / responses(base)[i]:.3g}" for i in shown])
-        )
+        ratios = [responses(row)[i] / responses(base)[i] for i in shown]
+        if row is not base or row["lengths"] == [1, 1]:
+            found.append((row["script"], about(row), [f"{x:.2f}" if x < 100 else f"{x:.0f}" for x in ratios]))
     print_shared(["responses, relative to `rloo`", *(f"p = {P[i]:g}" for i in shown)], found, rows)
 
 
