@@ -40,7 +40,7 @@ def about(row: dict) -> str:
     words = [f"k = {row['k']}"]
     words += [f"{row['groups']} groups"] * (row["groups"] > 1)
     words += ["the others at 98 %"] * (row["others"] == 0.98)
-    words += ["all right ones"] * row["all_right"]
+    words += ["every right response imitated"] * row["all_right"]
     words += [f"critic off by {row['critic_error']}"] * (row["critic_error"] is not None)
     words += ["lengths {} right, {} wrong".format(*row["lengths"])] * (row["lengths"] != [1, 1])
     return f" ({', '.join(words)})"
