@@ -124,6 +124,9 @@ MUTANTS = {
     "test_ranks.py -k remax": [
         ("remax: the baseline is sampled", "remax.main", "args, greedy=True)", "args)"),
     ],
+    "test_ranks.py -k sft": [
+        ("sft: tokens of a micro-batch", "sft.main", "batch, num_tokens)", 'batch, batch["completion_mask"].sum())'),
+    ],
     "test_dapo.py": [
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "is_full = is_useful", "is_full = True or is_useful"),
         ("dapo: equal scores first", "dapo.dynamic_sampling", "descending=True, ", ""),
@@ -182,7 +185,6 @@ MUTANTS = {
     "test_sft.py": [
         ("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)"),
         ("sft: loss one token off", "sft.completion_loss", "columns - 1", "columns"),
-        ("sft: tokens of a micro-batch", "sft.main", "batch, num_tokens)", 'batch, batch["completion_mask"].sum())'),
     ],
     "test_reward_model.py": [
         ("preference upside down", "reward_model.preference_loss", "-(chosen_scores", "(chosen_scores"),

@@ -207,9 +207,10 @@ def test_draws_of_grpo_differ_between_ranks_and_iterations(pair):
 
 def test_two_ranks_resume_to_the_last_bit(pair):
     """Of all scripts, ppo.py has the most in its checkpoint. test_runs.py has kills on one rank."""
-    for whole, resumed in zip(pair["ppo", "sampled"], pair["ppo", "resumed"]):
-        assert resumed["metrics"] == whole["metrics"] and len(whole["metrics"]) == 3
-        assert resumed["digests"][1:] == whole["digests"][1:]  # of the weights
+    whole, resumed = pair["ppo", "sampled"], pair["ppo", "resumed"]
+    assert resumed[0]["metrics"] == whole[0]["metrics"] and len(whole[0]["metrics"]) == 3
+    for one, other in zip(whole, resumed):
+        assert one["digests"][1:] == other["digests"][1:]  # of the weights
 
 
 def test_two_ranks_of_dapo_sample_as_often_as_each_needs(pair):
