@@ -1,8 +1,8 @@
-# make demo: install the scripts' packages into .venv and watch REINFORCE++ learn.   make test: install and run the tests.
+# make demo: install the scripts' packages into .venv and watch reinforce.py learn.   make test: install and run the tests.
 PYTHON ?= python3
 
 demo: .venv/scripts
-	.venv/bin/python reinforce_pp.py
+	.venv/bin/python reinforce.py
 
 test: .venv/scripts .venv/group-test
 	.venv/bin/python tools/new.py

@@ -13,10 +13,10 @@ computes
 
 Gradients, AdamW and the checkpoint hold A and B only. pi_ref is the policy with its adapter disabled, so
 there is no second model. --dtype bfloat16 stores W in bfloat16; A and B stay float32. At the end, model/ has
-W + alpha/r B A, and model/adapter has A and B for peft, to be added to --model. The learning rate is higher
-than grpo.py's, since only A and B move. The equations are in grpo.py; `diff grpo.py grpo_lora.py` shows LoRA.
-Left out: quantized weights. A toy (sums such as "3 + 5 - 2 ?"; half a minute, score 0.3 to 0.98), and a
-model on 8 GPUs:
+W + alpha/r B A, and model/adapter has A and B for peft, to be added to --model. For a real model, use ten
+times the learning rate of grpo.py, since only A and B move. The equations are in grpo.py; `diff grpo.py
+grpo_lora.py` shows LoRA. Left out: quantized weights. A toy (sums such as "3 + 5 - 2 ?"; half a minute,
+score 0.3 to 0.98), and a model on 8 GPUs:
 
     python grpo_lora.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct \

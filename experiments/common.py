@@ -200,6 +200,15 @@ def run_all(name: str, cells: list[dict], measure: Callable[..., dict], workers:
 # --- printing ---
 
 
+def demo() -> None:
+    """Print the first and the last evaluation of `make demo`, each with a sample."""
+    lines = (RESULTS / "demo.txt").read_text().splitlines()
+    first, *_, last = (i for i, line in enumerate(lines) if "eval/score" in line)
+    print("\n```")
+    print(*lines[first : first + 2], *lines[last : last + 2], sep="\n")
+    print("```\n")
+
+
 def group_by(runs: list[dict], *keys: str | Callable) -> dict[tuple, list[dict]]:
     """The runs with equal values under these keys, or of these functions, in the order in which they first come."""
     groups = {}

@@ -26,7 +26,7 @@ KEYS = ("score", "kl", "response_length", "entropy", "grad_norm")
 GROUPS = ("2-5", "6", "8")  # held-out chains by their length
 SEEDS = (1, 2, 3, 4, 5)
 NUM_PROMPTS, SAMPLES = 100, 16  # of pass@k
-KS = (1, 2, 4, 8, 16)
+KS = (1, 4, 16)
 # transformers cannot load two models at the same time, and torch has one random state.
 LOCK = threading.Lock()
 

@@ -3,18 +3,19 @@
 import ast
 import dataclasses
 import importlib
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import new
 import pytest
 import sync
 import tyro
+import zoo
 from conftest import ROOT, read_jsonl
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
@@ -108,15 +109,18 @@ def test_flags_and_make_targets_of_a_page_exist(path):
 
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
-    """Files and commands are those of the page, with 2 iterations instead of 40."""
+    """With 2 iterations instead of 20, and a tiny model with a chat template. The reward is README's, too."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
         name = re.match(r"# (\S+\.py)\n", code)[1]
         (tmp_path / name).write_text(code)
+    readme = (ROOT / "README.md").read_text()
+    reward = re.search(r"^ {4}import re\n.*?\n(?=\w)", readme, re.DOTALL | re.MULTILINE)[0]
+    assert textwrap.dedent(reward).strip() in section
+    zoo.save(tmp_path / "data" / "smollm2", zoo.make_model("llama"), zoo.make_tokenizer(chat=True))
     shutil.copy(ROOT / "grpo.py", tmp_path)
-    (tmp_path / "toy").symlink_to(ROOT / "toy")
-    make_data, train = commands_in(section)[:2]
+    _, make_data, evaluate, train = commands_in(section)[:4]
     train[train.index("--num_iterations") + 1] = "2"
 
     def run(words):
@@ -125,11 +129,11 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
         assert (result.returncode, result.stderr) == (0, "")
         return result.stdout
 
+    for page in (section, readme):
+        assert run(shlex.split(re.search(r"^ {4}(python -c .*)", page, re.MULTILINE)[1])) == "[1.0, 0.0]\n"
     run(make_data)
-    row = re.search(r"A row is then `(.+?)`", section)[1]
-    assert json.loads(row) in read_jsonl(tmp_path / "my_prompts.jsonl")
-    output = run(train)
-    assert re.search(r"```\n(dataset: .+)\n", section)[1] in output.splitlines()
+    for command in (evaluate, train):
+        assert re.search(r"```\n(dataset: .+)\n", section)[1] in run(command).splitlines()
     first, *_, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
 

@@ -33,6 +33,8 @@ def test_the_skeletons_are_the_same(name):
         assert sync.skeleton(SCRIPTS[name]) == sync.skeleton(SCRIPTS["grpo"])
     docstring, block = (own.strip("\n").splitlines() for own in sync.OWN.findall(SCRIPTS[name]))
     assert len(docstring) <= 22 and len(block) <= BLOCK.get(name, 50)
+    above = SCRIPTS[name].index("\n# --- plumbing")
+    assert 0.45 < above / len(SCRIPTS[name]) < 0.6  # "about half" in README.md
     algorithms = r"reinforce|rloo|grpo|remax|dapo|\bppo\b"
     assert not re.search(algorithms, sync.skeleton(SCRIPTS[name]), re.IGNORECASE)
 
