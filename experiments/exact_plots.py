@@ -17,10 +17,8 @@ P = RATES.tolist()
 HALF = P.index(0.5)
 PLAIN = {"lengths": [1, 1], "critic_error": None, "all_right": False}
 BLUE, ORANGE, GREEN, PURPLE, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#888888", "#222222"
-plt.rcParams.update(
-    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2}
-)
-plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold"})
+STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2}
+STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold"}
 
 
 def find(rows: list[dict], **wanted) -> list[dict]:
@@ -456,5 +454,6 @@ def draw_training() -> None:
 
 
 if __name__ == "__main__":
+    plt.rcParams.update(STYLE)  # not on import: the tests import this module, and others that draw
     for draw in (draw_weights, draw_length, draw_kl, draw_reuse, draw_noise, draw_training):
         draw()
