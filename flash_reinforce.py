@@ -16,7 +16,7 @@ updates behind it. o_t is token t and sg stops the gradient. With p_t = pi_old(o
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
 included. Both count what the gate leaves out. There is one step per rollout. Here pi_old is pi_theta: up to
 rounding the ratio is 1, every gate is open, and this is reinforce.py without KL and with 1/T_i.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python flash_reinforce.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 flash_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct \
