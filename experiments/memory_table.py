@@ -1,6 +1,8 @@
 """GiB that grpo.py and grpo_lora.py need, by arithmetic, and beside measured peaks of three small models.
 
-MALLOC_MMAP_THRESHOLD_=65536 python experiments/memory_table.py        measure: 5 minutes on a CPU, Linux only
+The peaks are measured on a CPU, in some minutes, on Linux only:
+
+    MALLOC_MMAP_THRESHOLD_=65536 python experiments/memory_table.py
 """
 
 import importlib
@@ -14,9 +16,9 @@ SETTING = (128, 4, 1024, 512)
 QWEN = {"0.5B": (896, 4864, 24, 128, 151936, 1, *SETTING), "1.5B": (1536, 8960, 28, 256, 151936, 1, *SETTING)}
 QWEN |= {"3B": (2048, 11008, 36, 256, 151936, 1, *SETTING), "7B": (3584, 18944, 28, 512, 152064, 2, *SETTING)}
 # To measure. In each, another term is the largest.
-SMALL = {"weights": (768, 2048, 12, 768, 32000, 1, 4, 2, 8, 8)}
-SMALL |= {"logits": (256, 704, 2, 256, 50000, 1, 8, 4, 512, 8)}
-SMALL |= {"cache": (256, 704, 16, 256, 4000, 1, 256, 8, 128, 8)}
+SMALL = {"weights": (768, 2048, 8, 768, 16000, 1, 2, 1, 2, 8)}
+SMALL |= {"logits": (256, 704, 2, 256, 50000, 1, 8, 4, 128, 8)}
+SMALL |= {"cache": (64, 64, 32, 64, 1000, 1, 256, 32, 128, 8)}
 SCRIPTS = ("grpo", "grpo_lora")
 TOY = (64, 176, 3, 64, 19, 1, 2, 2, 4, 8)  # loads the libraries
 

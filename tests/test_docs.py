@@ -117,7 +117,9 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
         (tmp_path / name).write_text(code)
     readme = (ROOT / "README.md").read_text()
     reward = re.search(r"^ {4}import re\n.*?\n(?=\w)", readme, re.DOTALL | re.MULTILINE)[0]
-    assert textwrap.dedent(reward).strip() in section
+    assert (
+        textwrap.dedent(reward).split() == (tmp_path / "my_reward.py").read_text().split()[2:]
+    )  # without its name
     zoo.save(tmp_path / "data" / "smollm2", zoo.make_model("llama"), zoo.make_tokenizer(chat=True))
     shutil.copy(ROOT / "grpo.py", tmp_path)
     _, make_data, evaluate, train = commands_in(section)[:4]
