@@ -1,0 +1,192 @@
+"""Read the metrics of a run and say what looks wrong, and what to do.
+
+    python tools/diagnose.py runs/a        at most eight lines, the most important first
+
+It reads args.json and metrics.jsonl of a policy script, also while it trains, and needs only Python. No threshold
+depends on the size of scores or models. docs/metrics.md explains the metrics.
+"""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median, variance
+
+MIN_ITERATIONS = 20  # before that, most of what a metric does is noise
+MOST = 8  # findings
+
+# What to do about each finding; those further up are more important.
+REMEDIES = {
+    "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
+    "first kl": "Check the rows, the temperature and the weights of the reference's log-probs.",
+    "first clip": "The old log-probs are not those of the policy that sampled.",
+    "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
+    "kl of 0": "If score rises, the reference trains with the policy: copy it first. Else raise --learning_rate.",
+    "equal groups": "Nothing to compare: check the reward on samples; use other prompts, or partial credit.",
+    "falling score": "From the start: check signs and which response gets which score. Else lower --learning_rate.",
+    "held-out": "The policy exploits the reward, or learns prompts by heart: raise --kl_coef, improve the reward.",
+    "large kl": "Read samples, score held-out prompts by --eval_reward; raise --kl_coef, lower --learning_rate.",
+    "truncated": "Raise --max_response_length, or use --missing_eos_penalty; check that the loss includes the EOS.",
+    "entropy": "The policy repeats itself: lower --learning_rate, raise --kl_coef, or use more prompts.",
+    "growing gradient": "Lower --learning_rate, or use --warmup_iterations.",
+    "busy clip": "Many tokens get no gradient: lower --learning_rate, --update_epochs or --num_minibatches.",
+    "clipped gradient": "Check zero_grad and what the loss is divided by; else lower --learning_rate.",
+    "flat score": "If responses differ in score, raise --learning_rate; else use easier prompts, or sft.py first.",
+    "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
+    "toy flags": "These defaults are for the toy: set them for this --model.",
+}
+
+
+class Run:
+    """The metrics of a run. Early and late are its first and last quarter."""
+
+    def __init__(self, flags: dict, rows: list[dict]):
+        self.flags = flags
+        self.rows = [
+            row for row in rows if "grad_norm" in row
+        ]  # not the evaluation before the first iteration
+        self.window = max(5, len(self.rows) // 4)
+        self.when = self.span(-self.window) if len(self.rows) >= self.window else ""
+        held_out = [(row["iteration"], [row[x] for x in row if x.startswith("eval/score/")]) for row in rows]
+        self.held_out = [(mean(scores), iteration) for iteration, scores in held_out if scores]
+
+    def values(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if name in row] or [0.0]
+
+    def early(self, name: str, average=mean) -> float:
+        return average(self.values(name)[: self.window])
+
+    def late(self, name: str, average=mean) -> float:
+        return average(self.values(name)[-self.window :])
+
+    def span(self, first: int, last: int = -1) -> str:
+        return f"iterations {self.rows[first]['iteration']} to {self.rows[last]['iteration']}"
+
+
+def evidence(run: Run):
+    """Yields the name and the text of each finding."""
+    flags, first = run.flags, run.rows[0]
+    # How far apart two computations of the log-prob of a token may be
+    tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05
+    has_clip = (
+        "clip_fraction" in first and flags.get("clip_eps_low", 1) > 0.01
+    )  # gspo.py clips what rounding may move
+    # Three standard errors of the difference of two windows. A step from a score to the next has twice its variance.
+    noise = 3 * (variance(b - a for a, b in pairwise(run.values("score"))) / run.window) ** 0.5
+    early, late = run.early("score"), run.late("score")
+    learns = late > early + noise
+
+    # What must hold in every run
+    differences = run.values("logprob_difference")
+    bad = [i for i, x in enumerate(differences) if x > tolerance]
+    if len(bad) > len(differences) / 10:
+        span = run.span(bad[0], bad[-1])
+        yield (
+            "log-probs",
+            f"logprob_difference is up to {max(differences):.2g} ({span}), not below {tolerance:g}",
+        )
+    is_start = first["iteration"] == 1 and "teacher" not in flags
+    if is_start and abs(first.get("kl", 0)) > tolerance * first["response_length"]:
+        yield (
+            "first kl",
+            f"kl is {first['kl']:.2g} at iteration 1, where policy and reference are the same model",
+        )
+    steps = flags.get("num_minibatches", 1) * flags.get("update_epochs", 1)  # per rollout
+    most = max(run.values("clip_fraction"))
+    if has_clip and most > (steps - 1) / steps + 0.01:
+        yield (
+            "first clip",
+            f"clip_fraction is up to {most:.2g}, but the first of {steps} steps per rollout cannot clip",
+        )
+    kl = run.values("kl")[len(run.rows) // 2 :]
+    if len(kl) > 5 and mean(kl) < -3 * (variance(kl) / len(kl)) ** 0.5 - 1e-3:
+        yield "negative kl", f"kl is {mean(kl):.2g} on average ({run.span(-len(kl))})"
+    if kl and max(map(abs, kl)) < tolerance / 1000 * run.late("response_length"):
+        yield (
+            "kl of 0",
+            f"kl is 0 up to rounding ({run.span(-len(kl))}), and score goes from {early:.3g} to {late:.3g}",
+        )
+    if steps > 1 and has_clip and most == 0 and learns:
+        yield "idle clip", f"clip_fraction is 0 in every iteration, with {steps} steps per rollout"
+
+    # Score and data
+    equal = max(run.early("equal_groups"), 0 if learns else run.late("equal_groups"))
+    if equal > 0.9:
+        yield "equal groups", f"equal_groups is {equal:.2g} at a score of {late:.3g}"
+    scores = run.values("score")
+    means = [mean(scores[i : i + run.window]) for i in range(len(scores) - run.window + 1)]
+    best = means.index(max(means))
+    drop = means[best] - late
+    if drop > noise and drop > (means[best] - min(means)) / 2:
+        span = run.span(best, best + run.window - 1)
+        yield "falling score", f"score falls from {means[best]:.3g} ({span}) to {late:.3g} ({run.when})"
+    elif abs(late - early) <= noise:
+        yield (
+            "flat score",
+            f"score is {early:.3g} at first and {late:.3g} at last, with a noise of {noise:.2g}",
+        )
+    if len(run.held_out) > 2:
+        peak, iteration = max(run.held_out)
+        last = run.held_out[-1][0]
+        since = [row["score"] for row in run.rows if row["iteration"] > iteration]
+        half = len(since) // 2
+        still_rises = len(since) > 4 and mean(since[half:]) >= mean(since[:half])
+        if still_rises and peak - last > max((peak - run.held_out[0][0]) / 2, abs(peak) / 10):
+            span = f"iteration {iteration}"
+            yield (
+                "held-out",
+                f"the held-out score falls from {peak:.3g} ({span}) to {last:.3g}, and score does not",
+            )
+    if run.late("entropy") < run.early("entropy") / 10 and not learns:
+        change = f"from {run.early('entropy'):.2g} to {run.late('entropy'):.2g}"
+        yield "entropy", f"entropy falls {change} ({run.when}), and score does not rise"
+
+    # Size of the steps, length of responses
+    if run.late("kl") > run.late("response_length") / 2:
+        yield "large kl", f"kl is {run.late('kl'):.3g}, more than half a nat per token ({run.when})"
+    if run.late("truncated") > 0.2:
+        yield "truncated", f"{run.late('truncated'):.0%} of the responses have no EOS ({run.when})"
+    if has_clip and run.late("clip_fraction") > 0.2:
+        yield "busy clip", f"clip_fraction is {run.late('clip_fraction'):.2g} ({run.when})"
+    # Without a clip of the ratio, the loss is often a sum over tokens, whose gradient is always large.
+    norms, limit = run.values("grad_norm"), flags.get("max_grad_norm", 1)
+    share = mean(norm > limit for norm in norms)
+    if "clip_fraction" in first and share >= 0.95:
+        yield "clipped gradient", f"grad_norm is above {limit:g} in {share:.0%} of the iterations"
+    before, after = run.early("grad_norm", median), run.late("grad_norm", median)
+    if after > max(10 * before, limit):
+        yield "growing gradient", f"grad_norm grows from {before:.2g} to {after:.2g} ({run.when})"
+    toy = {"max_response_length": 40} | ({} if "lora_rank" in flags else {"learning_rate": 2e-4})
+    kept = [f"--{name} {value:g}" for name, value in toy.items() if flags.get(name) == value]
+    if kept and not flags.get("model", "toy/").startswith("toy/"):
+        yield "toy flags", " and ".join(kept)
+
+
+def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
+    """Lines by the name of their rule, the most important first. Empty before MIN_ITERATIONS."""
+    run = Run(flags, rows)
+    found = dict(evidence(run)) if len(run.rows) >= MIN_ITERATIONS else {}
+    names = [name for name in REMEDIES if name in found][:MOST]
+    return {name: f"{found[name]}. {REMEDIES[name]}" for name in names}
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    try:
+        flags = json.loads((folder / "args.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]  # the last may still be in writing
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
+    if len(Run(flags, rows).rows) < MIN_ITERATIONS:
+        sys.exit(f"{folder} has fewer than {MIN_ITERATIONS} iterations, too few to tell; wait")
+    for text in findings(flags, rows).values():
+        print("-", text)
+    if not findings(flags, rows):
+        print(f"nothing stands out in {folder}; read samples.jsonl, too")
+
+
+if __name__ == "__main__":
+    main()
