@@ -136,6 +136,8 @@ MUTANTS = {
         ("micro-batch cut too short", "grpo.micro_batches", ".any(0)", ".all(0)"),
         ("gradients in bfloat16 sampling", "grpo.generate", "torch.no_grad()", "torch.enable_grad()"),
         ("an appended EOS stays", "grpo.token_ids", "ids[:-1] if", "ids if"),
+        ("no zero_grad", "grpo.optimizer_step", "optimizer.zero_grad()", "pass"),
+        ("no gradient clipping", "grpo.optimizer_step", "args.max_grad_norm)", "math.inf)"),
         ("dropout on", "grpo.load_model", ".eval()", ".train()"),
         ("ppo: critic one token off", "ppo.critic_values", "[:, -T - 1 : -1]", "[:, -T:]"),
     ],
@@ -161,8 +163,6 @@ MUTANTS = {
         ("a log that lost lines", "grpo.open_run", "file.tell() >= size", "True"),
         ("two processes in a folder", "grpo.open_run", "lock.acquire(blocking=False)", "pass"),
         ("no warm-up", "ppo.main", "iteration / max(1, args.warmup_iterations)", "1.0"),
-        ("no zero_grad", "grpo.optimizer_step", "optimizer.zero_grad()", "pass"),
-        ("no gradient clipping", "grpo.optimizer_step", "args.max_grad_norm)", "math.inf)"),
         ("not finite, and goes on", "grpo.optimizer_step", "norm.isfinite()", "True"),
     ],
     "test_bad_input.py": [
