@@ -7,17 +7,22 @@ the same flags. A row has the metrics of every iteration, so tools/diagnose.py c
 docs/bugs.png and docs/metrics.png, too.
 """
 
+import ast
+import difflib
 import json
+import math
 import multiprocessing
 import os
 import runpy
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import common
+import diagnose
 import tyro
-from common import POLICY_SCRIPTS, ROOT, run_all
+from common import POLICY_SCRIPTS, ROOT, mean, run_all, show
 
 sys.path.append(str(ROOT / "tests"))
 from mutants import MUTANTS, Mutant
@@ -98,6 +103,198 @@ def cells_of() -> list[dict]:
     return cells
 
 
+# --- pages ---
+
+# What may show a bug, and from how far off the unchanged runs: a factor
+SIGNS = ("logprob_difference", "kl", "clip_fraction", "grad_norm", "entropy", "truncated", "response_length")
+FACTOR = 3
+GROUPS = {
+    "silent": 0.97,
+    "slow": 0.4,
+    "loud": -math.inf,
+}  # share of the unchanged script's rise in score, at least
+# Those in docs/bugs.png, with the metric below the score
+SHOWN = {
+    "eos masked": "response_length", "kl with the wrong sign": "kl", "a reference that moves": "kl",
+    "ratio always 1": "clip_fraction", "old log-probs of the reference": "clip_fraction",
+    "padding counts in positions": "logprob_difference", "log-probs one column off": "logprob_difference",
+    "groups along the wrong axis": "equal_groups",
+}  # fmt: skip
+# What docs/metrics.png says in its four panels, where the arrow ends, and where the text stands
+NOTES = [
+    ("half of the groups differ:\nmuch to learn from", (8, 0.3), (20, 0.3)),
+    ("all responses score 0:\nthe parser never matches", (30, 0.0), (15, 0.4)),
+    ("note", (10, 0.1), (25, 0.5)),
+    ("the score still rises,\nthe true accuracy falls", (40, 0.2), (50, 0.6)),
+]
+
+
+def runs_of(bug: str = "", script: str = "", flags: dict | None = None) -> list[dict]:
+    rows = [row for row in common.load("bugs") if row["bug"] == bug]
+    return [row for row in rows if bug or (row["script"], row["flags"]) == (script, flags or {})]
+
+
+def lines_of(run: dict) -> list[dict]:
+    """A run's metrics.jsonl, as far as the row has it."""
+    rows = [{"iteration": i} for i in range(COMMON["num_iterations"] + 1)]
+    for name, values in run["metrics"].items():
+        for row, value in zip(rows[1:], values):
+            row[name] = value
+    for name, values in run["held_out"].items():
+        for iteration, value in values.items():
+            rows[int(iteration)][name] = value
+    return rows
+
+
+def diagnosed(run: dict) -> dict[str, str]:
+    """What tools/diagnose.py finds in a run."""
+    values = common.defaults(run["script"]) | COMMON | run["flags"]
+    flags = {
+        name: ast.literal_eval(value) if isinstance(value, str) else value for name, value in values.items()
+    }
+    return diagnose.findings(flags, lines_of(run))
+
+
+def end(run: dict, name: str = "score") -> float:
+    return mean(run["metrics"][name][-10:])
+
+
+def signs(bug: str) -> str:
+    """Metrics that all runs of a bug have far from all unchanged runs, in the first or last ten iterations."""
+    found = []
+    for name in SIGNS:
+        for part in (slice(0, 10), slice(-10, None)):
+            wrong, right = (
+                [abs(mean(run["metrics"][name][part])) for run in runs if name in run["metrics"]]
+                for runs in (runs_of(bug), runs_of("", *parent(bug)))
+            )
+            if not wrong:
+                continue
+            if min(wrong) > FACTOR * max(right) + 1e-6 or FACTOR * max(wrong) < min(right):
+                found.append(f"`{name}` {mean(wrong):.2g}, not {mean(right):.2g}")
+                break
+    return "<br>".join(found[:2]) or "nothing"
+
+
+def share_of_rise(bug: str) -> float:
+    healthy = runs_of("", *parent(bug))
+    start, right = mean([run["metrics"]["score"][0] for run in healthy]), mean([end(run) for run in healthy])
+    return (mean([end(run) for run in runs_of(bug)]) - start) / (right - start)
+
+
+def summary() -> None:
+    """Print a table for each group of bugs, then that of the unchanged scripts."""
+    measured = [bug for bug in BUGS if runs_of(bug)]
+    tests = {row[0]: name.split()[0] for name, rows in MUTANTS.items() for row in rows}
+    group_of = {
+        bug: next(name for name, least in GROUPS.items() if share_of_rise(bug) >= least) for bug in measured
+    }
+    for group in GROUPS:
+        print(f"\n**{group.capitalize()}**\n")
+        print("| bug | script | end score | unchanged | metric | `diagnose.py` | test |")
+        print("|" + "---|" * 7)
+        for bug in sorted(
+            (bug for bug in measured if group_of[bug] == group), key=share_of_rise, reverse=True
+        ):
+            script, flags = MUTANT[bug].function.split(".")[0], BUGS[bug]
+            command = f"`{common.label({'script': script, 'flags': flags}).strip('`')}`"
+            names = [diagnosed(run) for run in runs_of(bug)]
+            always = [name for name in names[0] if all(name in found for found in names)]
+            scores = [show([end(run) for run in runs]) for runs in (runs_of(bug), runs_of("", *parent(bug)))]
+            cells = [bug, command, *scores, signs(bug), ", ".join(always) or "nothing", f"`{tests[bug]}`"]
+            print("| " + " | ".join(cells) + " |")
+    print()
+    common.print_provenance(common.load("bugs"))
+
+
+def alarms() -> None:
+    """Print how often tools/diagnose.py finds something in the unchanged scripts and in those with a bug."""
+    rows = [run for run in common.load("bugs") if (run["script"], run["flags"]) not in MISTAKES]
+    healthy = [run for run in rows if not run["bug"]]
+    found = [(run, name) for run in healthy for name in diagnosed(run)]
+    scripts = len({run["script"] for run in healthy})
+    broken = [run for run in rows if run["bug"]]
+    noticed = [run["bug"] for run in broken if diagnosed(run)]
+    print(f"\n- Unchanged scripts: {len(healthy)} runs of {scripts} scripts, {len(found)} findings.")
+    for run, name in found:
+        print(f"    - {name}: {common.label(run)}, seed {run['seed']}")
+    print(f"- Bugs: something is found in {len(noticed)} of {len(broken)} runs, ", end="")
+    print(f"for {len(set(noticed))} of {len({run['bug'] for run in broken})} bugs.\n")
+
+
+def changes() -> None:
+    """Print the diffs of the bugs in the picture."""
+    for number, bug in enumerate(SHOWN, 1):
+        script, function = MUTANT[bug].function.split(".")
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(shutil.copy(ROOT / f"{script}.py", folder))
+            before = copy.read_text().splitlines()
+            MUTANT[bug].change(Path(folder))
+            lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0, lineterm="")][2:]
+        lines = [line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-"]
+        print(f"\n{number}. **{bug}**, in `{script}.py:{function}`\n")
+        print("   ```diff", *("   " + line for line in lines), "   ```", sep="\n")
+    print()
+
+
+def draw_bugs() -> None:
+    """Draw score and a metric of each bug in SHOWN, over the runs of the unchanged script in grey."""
+    import matplotlib.pyplot as plt
+    import plot
+
+    figure, axes = plt.subplots(4, 4, figsize=(10, 8), dpi=110, layout="constrained")
+    for number, (bug, metric) in enumerate(SHOWN.items()):
+        row, column = 2 * (number // 4), number % 4
+        for axis, name in zip((axes[row, column], axes[row + 1, column]), ("score", metric)):
+            for runs, color in ((runs_of("", *parent(bug)), "#999999"), (runs_of(bug), "#D55E00")):
+                for run in runs:
+                    values = run["metrics"][name]
+                    axis.plot(range(1, len(values) + 1), values, color=color, lw=1)
+            axis.set_title(name, fontsize=8, loc="right")
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.25)
+        axes[row, column].set_title(f"{number + 1}", fontsize=10, loc="left", fontweight="bold")
+        axes[row, column].set_ylim(0, 1.03)
+        if metric == "logprob_difference":
+            axis.set_yscale("log")
+    figure.supxlabel("iteration; unchanged script grey, bug orange", fontsize=9)
+    plot.save(figure, ROOT / "docs" / "bugs.png")
+
+
+def draw_metrics() -> None:
+    """Draw a healthy run and three that are not, each with two metrics and a note."""
+    import matplotlib.pyplot as plt
+    import plot
+
+    [hacked] = [
+        run for run in common.load("hacking") if (run["script"], run["beta"]) == ("reinforce_pp", 0.0)
+    ]
+    high, wrong = (runs_of("", *mistake)[0]["metrics"] for mistake in MISTAKES)
+    healthy = runs_of("", "grpo")[0]["metrics"]
+    panels = {
+        "healthy": ({"score": healthy["score"], "equal_groups": healthy["equal_groups"]}, NOTES[0]),
+        "equal groups": ({"score": wrong["score"], "equal_groups": wrong["equal_groups"]}, NOTES[1]),
+        "learning rate too high": ({"score": high["score"], "entropy": high["entropy"]}, NOTES[2]),
+        "reward hacking": ({"score": hacked["score"], "eval/score/2-5": hacked["truth"]}, NOTES[3]),
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5), dpi=110, layout="constrained")
+    for axis, (title, (curves, note)) in zip(axes.flat, panels.items()):
+        for (name, values), color in zip(curves.items(), plot.COLORS):
+            every = 5 if name.startswith("eval/") else 1
+            start = 0 if name.startswith("eval/") else 1
+            axis.plot(
+                [start + every * i for i in range(len(values))], values, color=color, lw=1.3, label=name
+            )
+        axis.set_title(title, fontsize=10)
+        axis.annotate(
+            *note[:1], fontsize=8, xy=note[1], xytext=note[2], arrowprops={"arrowstyle": "->", "lw": 0.7}
+        )
+        axis.legend(fontsize=8, frameon=False, loc="best")
+        axis.grid(alpha=0.25)
+    figure.supxlabel("iteration", fontsize=9)
+    plot.save(figure, ROOT / "docs" / "metrics.png")
+
+
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(ROOT)
@@ -106,6 +303,10 @@ def main() -> None:
     import grpo  # noqa: F401  so that the forks have what the scripts import
 
     run_all("bugs", cells_of(), measure, workers=1)
+    draw_bugs()
+    draw_metrics()
+    summary()
+    alarms()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ CASES = {
     "kl of 0": ({}, lambda i: {"kl": 1e-6}),
     "equal groups": ({}, lambda i: {"equal_groups": 0.95 - i / 200}),
     "falling score": ({}, lambda i: {"score": 5 - abs(i - 20) / 10 + wave(i) / 5}),
+    "falling score ": ({}, lambda i: {"score": 5 - abs(i - 20) / 10, "eval/score/a": 5 - abs(i - 20) / 5}),
     "held-out": ({}, lambda i: {"eval/score/a": 5 - abs(i - 20) / 5} if i % 10 == 0 else {}),
     "large kl": ({}, lambda i: {"kl": 5.0 * (i - 1)}),
     "truncated": ({}, lambda i: {"truncated": i / 60}),
@@ -51,6 +52,7 @@ CASES = {
     "growing gradient": ({}, lambda i: {"grad_norm": 0.1 * i if i > 10 else 0.1}),
     "busy clip": ({}, lambda i: {"clip_fraction": 0.3}),
     "clipped gradient": ({}, lambda i: {"grad_norm": 1.5 + wave(i) / 4}),
+    "flat score ": ({}, lambda i: {"score": 5 + i / 100 + wave(i)}),
     "flat score": ({}, lambda i: {"score": 5 + wave(i)}),
     "idle clip": ({}, lambda i: {"clip_fraction": 0.0}),
     "toy flags": ({"learning_rate": 2e-4}, lambda i: {}),
@@ -64,7 +66,8 @@ FINE = {
     "the clip of gspo.py": ({"clip_eps_low": 3e-4}, lambda i: {"clip_fraction": 0.6}),
     "a teacher": ({"teacher": "t"}, lambda i: {"kl": 90 - 2 * i}),
     "a resumed run": ({}, lambda i: {"iteration": i + 100, "kl": 3 + i / 20}),
-    "solved at the end": ({}, lambda i: {"equal_groups": i / N, "entropy": 0.5 / i}),
+    "solved at the end": ({}, lambda i: {"equal_groups": min(1, i / 25), "entropy": 0.5 / i}),
+    "a dip that is small": ({}, lambda i: {"score": 5 + i / 5 - (3 if i > 30 else 0)}),
     "the toy": ({"model": "toy/policy", "learning_rate": 2e-4}, lambda i: {}),
     "LoRA": ({"learning_rate": 2e-4, "lora_rank": 16}, lambda i: {}),
 }
@@ -112,11 +115,7 @@ def test_the_command_prints_a_line_for_each_finding(tmp_path):
     }
     bad = rows_of(lambda i: everything | {"score": 1.0 - i, "entropy": 1 / i**3, "grad_norm": 2.0**i})
     code, lines = printed(tmp_path / "bad", FLAGS, bad, '{"iteration": 41, "sco')
-    assert (
-        code == 0
-        and len(lines) == 8
-        and lines[0].startswith("- logprob_difference is up to 1 (iterations 1 to 40)")
-    )
+    assert code == 0 and len(lines) == 8 and lines[0].startswith("logprob_difference is up to 1, ")
     code, lines = printed(tmp_path / "good", FLAGS, rows_of(rising))
     assert code == 0 and len(lines) == 1 and lines[0].startswith("nothing stands out")
     for folder, rows, words in (("short", bad[:12], "fewer than 20"), ("empty", [], "fewer than 20")):

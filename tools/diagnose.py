@@ -13,13 +13,12 @@ from pathlib import Path
 from statistics import mean, median, variance
 
 MIN_ITERATIONS = 20  # before that, most of what a metric does is noise
-MOST = 8  # findings
 
 # What to do about each finding; those further up are more important.
 REMEDIES = {
     "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
     "first kl": "Check the rows, the temperature and the weights of the reference's log-probs.",
-    "first clip": "The old log-probs are not those of the policy that sampled.",
+    "first clip": "The first step of a rollout cannot clip: the old log-probs are not those of the sampling.",
     "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
     "kl of 0": "If score rises, the reference trains with the policy: copy it first. Else raise --learning_rate.",
     "equal groups": "Nothing to compare: check the reward on samples; use other prompts, or partial credit.",
@@ -33,7 +32,7 @@ REMEDIES = {
     "clipped gradient": "Check zero_grad and what the loss is divided by; else lower --learning_rate.",
     "flat score": "If responses differ in score, raise --learning_rate; else use easier prompts, or sft.py first.",
     "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
-    "toy flags": "These defaults are for the toy: set them for this --model.",
+    "toy flags": "The defaults are for the toy: set flags that fit the model.",
 }
 
 
@@ -42,11 +41,8 @@ class Run:
 
     def __init__(self, flags: dict, rows: list[dict]):
         self.flags = flags
-        self.rows = [
-            row for row in rows if "grad_norm" in row
-        ]  # not the evaluation before the first iteration
+        self.rows = [row for row in rows if "grad_norm" in row]  # without the evaluation before training
         self.window = max(5, len(self.rows) // 4)
-        self.when = self.span(-self.window) if len(self.rows) >= self.window else ""
         held_out = [(row["iteration"], [row[x] for x in row if x.startswith("eval/score/")]) for row in rows]
         self.held_out = [(mean(scores), iteration) for iteration, scores in held_out if scores]
 
@@ -66,46 +62,32 @@ class Run:
 def evidence(run: Run):
     """Yields the name and the text of each finding."""
     flags, first = run.flags, run.rows[0]
+    when = run.span(-run.window)
     # How far apart two computations of the log-prob of a token may be
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05
-    has_clip = (
-        "clip_fraction" in first and flags.get("clip_eps_low", 1) > 0.01
-    )  # gspo.py clips what rounding may move
-    # Three standard errors of the difference of two windows. A step from a score to the next has twice its variance.
+    is_gspo = flags.get("clip_eps_low", 1) < 0.01  # rounding alone may move its ratio beyond the clip
+    has_clip = "clip_fraction" in first and not is_gspo
+    # Three standard errors of the difference of two windows. From a score to the next, the variance is twice its own.
     noise = 3 * (variance(b - a for a, b in pairwise(run.values("score"))) / run.window) ** 0.5
     early, late = run.early("score"), run.late("score")
     learns = late > early + noise
 
     # What must hold in every run
-    differences = run.values("logprob_difference")
-    bad = [i for i, x in enumerate(differences) if x > tolerance]
-    if len(bad) > len(differences) / 10:
-        span = run.span(bad[0], bad[-1])
-        yield (
-            "log-probs",
-            f"logprob_difference is up to {max(differences):.2g} ({span}), not below {tolerance:g}",
-        )
-    is_start = first["iteration"] == 1 and "teacher" not in flags
+    bad = [x for x in run.values("logprob_difference") if x > tolerance]
+    if len(bad) > len(run.rows) / 10:
+        yield "log-probs", f"logprob_difference is up to {max(bad):.2g}, {len(bad)} times above {tolerance:g}"
+    is_start = first["iteration"] == 1 and "teacher" not in flags  # policy and reference are the same model
     if is_start and abs(first.get("kl", 0)) > tolerance * first["response_length"]:
-        yield (
-            "first kl",
-            f"kl is {first['kl']:.2g} at iteration 1, where policy and reference are the same model",
-        )
+        yield "first kl", f"kl is {first['kl']:.2g} at iteration 1, where it must be 0"
     steps = flags.get("num_minibatches", 1) * flags.get("update_epochs", 1)  # per rollout
     most = max(run.values("clip_fraction"))
     if has_clip and most > (steps - 1) / steps + 0.01:
-        yield (
-            "first clip",
-            f"clip_fraction is up to {most:.2g}, but the first of {steps} steps per rollout cannot clip",
-        )
+        yield "first clip", f"clip_fraction is up to {most:.2g}, with {steps} steps per rollout"
     kl = run.values("kl")[len(run.rows) // 2 :]
     if len(kl) > 5 and mean(kl) < -3 * (variance(kl) / len(kl)) ** 0.5 - 1e-3:
         yield "negative kl", f"kl is {mean(kl):.2g} on average ({run.span(-len(kl))})"
     if kl and max(map(abs, kl)) < tolerance / 1000 * run.late("response_length"):
-        yield (
-            "kl of 0",
-            f"kl is 0 up to rounding ({run.span(-len(kl))}), and score goes from {early:.3g} to {late:.3g}",
-        )
+        yield "kl of 0", f"kl is 0 up to rounding, while score goes from {early:.3g} to {late:.3g}"
     if steps > 1 and has_clip and most == 0 and learns:
         yield "idle clip", f"clip_fraction is 0 in every iteration, with {steps} steps per rollout"
 
@@ -113,60 +95,50 @@ def evidence(run: Run):
     equal = max(run.early("equal_groups"), 0 if learns else run.late("equal_groups"))
     if equal > 0.9:
         yield "equal groups", f"equal_groups is {equal:.2g} at a score of {late:.3g}"
-    scores = run.values("score")
-    means = [mean(scores[i : i + run.window]) for i in range(len(scores) - run.window + 1)]
-    best = means.index(max(means))
-    drop = means[best] - late
-    if drop > noise and drop > (means[best] - min(means)) / 2:
-        span = run.span(best, best + run.window - 1)
-        yield "falling score", f"score falls from {means[best]:.3g} ({span}) to {late:.3g} ({run.when})"
+    scores, size = run.values("score"), run.window
+    means = [mean(scores[i : i + size]) for i in range(len(scores) - size + 1)]
+    drop = max(means) - late
+    if drop > noise and drop > (max(means) - min(means)) / 2:
+        span = run.span(means.index(max(means)), means.index(max(means)) + size - 1)
+        yield "falling score", f"score falls from {max(means):.3g} ({span}) to {late:.3g} ({when})"
     elif abs(late - early) <= noise:
-        yield (
-            "flat score",
-            f"score is {early:.3g} at first and {late:.3g} at last, with a noise of {noise:.2g}",
-        )
+        yield "flat score", f"score is {early:.3g} at first and {late:.3g} at last, a noise of {noise:.2g}"
     if len(run.held_out) > 2:
         peak, iteration = max(run.held_out)
-        last = run.held_out[-1][0]
+        start, last = run.held_out[0][0], run.held_out[-1][0]
         since = [row["score"] for row in run.rows if row["iteration"] > iteration]
-        half = len(since) // 2
-        still_rises = len(since) > 4 and mean(since[half:]) >= mean(since[:half])
-        if still_rises and peak - last > max((peak - run.held_out[0][0]) / 2, abs(peak) / 10):
-            span = f"iteration {iteration}"
-            yield (
-                "held-out",
-                f"the held-out score falls from {peak:.3g} ({span}) to {last:.3g}, and score does not",
-            )
+        rises = len(since) > 4 and mean(since[len(since) // 2 :]) >= mean(since[: len(since) // 2])
+        if rises and peak - last > max((peak - start) / 2, abs(peak) / 10):
+            yield "held-out", f"held-out score falls to {last:.3g} from iteration {iteration} on, not score"
     if run.late("entropy") < run.early("entropy") / 10 and not learns:
-        change = f"from {run.early('entropy'):.2g} to {run.late('entropy'):.2g}"
-        yield "entropy", f"entropy falls {change} ({run.when}), and score does not rise"
+        yield "entropy", f"entropy falls to {run.late('entropy'):.2g} ({when}), and score does not rise"
 
     # Size of the steps, length of responses
     if run.late("kl") > run.late("response_length") / 2:
-        yield "large kl", f"kl is {run.late('kl'):.3g}, more than half a nat per token ({run.when})"
+        yield "large kl", f"kl is {run.late('kl'):.3g}, more than half a nat per token ({when})"
     if run.late("truncated") > 0.2:
-        yield "truncated", f"{run.late('truncated'):.0%} of the responses have no EOS ({run.when})"
+        yield "truncated", f"{run.late('truncated'):.0%} of the responses have no EOS ({when})"
     if has_clip and run.late("clip_fraction") > 0.2:
-        yield "busy clip", f"clip_fraction is {run.late('clip_fraction'):.2g} ({run.when})"
-    # Without a clip of the ratio, the loss is often a sum over tokens, whose gradient is always large.
-    norms, limit = run.values("grad_norm"), flags.get("max_grad_norm", 1)
-    share = mean(norm > limit for norm in norms)
+        yield "busy clip", f"clip_fraction is {run.late('clip_fraction'):.2g} ({when})"
+    # Where nothing clips the ratio, the loss is often a sum over tokens, whose gradient is always large.
+    limit = flags.get("max_grad_norm", 1)
+    share = mean(norm > limit for norm in run.values("grad_norm"))
     if "clip_fraction" in first and share >= 0.95:
         yield "clipped gradient", f"grad_norm is above {limit:g} in {share:.0%} of the iterations"
     before, after = run.early("grad_norm", median), run.late("grad_norm", median)
     if after > max(10 * before, limit):
-        yield "growing gradient", f"grad_norm grows from {before:.2g} to {after:.2g} ({run.when})"
+        yield "growing gradient", f"grad_norm grows from {before:.2g} to {after:.2g} ({when})"
     toy = {"max_response_length": 40} | ({} if "lora_rank" in flags else {"learning_rate": 2e-4})
     kept = [f"--{name} {value:g}" for name, value in toy.items() if flags.get(name) == value]
     if kept and not flags.get("model", "toy/").startswith("toy/"):
-        yield "toy flags", " and ".join(kept)
+        yield "toy flags", f"{' and '.join(kept)} with --model {flags['model']}"
 
 
 def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
     """Lines by the name of their rule, the most important first. Empty before MIN_ITERATIONS."""
     run = Run(flags, rows)
     found = dict(evidence(run)) if len(run.rows) >= MIN_ITERATIONS else {}
-    names = [name for name in REMEDIES if name in found][:MOST]
+    names = [name for name in REMEDIES if name in found][:8]
     return {name: f"{found[name]}. {REMEDIES[name]}" for name in names}
 
 
@@ -182,10 +154,8 @@ def main() -> None:
         sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
     if len(Run(flags, rows).rows) < MIN_ITERATIONS:
         sys.exit(f"{folder} has fewer than {MIN_ITERATIONS} iterations, too few to tell; wait")
-    for text in findings(flags, rows).values():
-        print("-", text)
-    if not findings(flags, rows):
-        print(f"nothing stands out in {folder}; read samples.jsonl, too")
+    found = findings(flags, rows).values() or [f"nothing stands out in {folder}; read samples.jsonl, too"]
+    print(*found, sep="\n")
 
 
 if __name__ == "__main__":
