@@ -22,12 +22,12 @@ from pathlib import Path
 import common
 import diagnose
 import tyro
-from common import POLICY_SCRIPTS, ROOT, mean, run_all, show
+from common import POLICY_SCRIPTS, ROOT, mean, run_all, show, words_of
 
 sys.path.append(str(ROOT / "tests"))
 from mutants import MUTANTS, Mutant
 
-COMMON = {"num_iterations": 60, "eval_every": 30}
+COMMON = {"num_iterations": 60}
 # The flags at which a bug matters. The unchanged script runs with them, too.
 COOL = {"temperature": 0.7}
 REWARD_MODEL = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "kl_coef": 1.0}
@@ -71,14 +71,15 @@ def measure(run_dir: Path, bug: str, change: list[str], script: str, flags: dict
         config = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
         (model / "config.json").write_text(json.dumps(config))
         flags = {"model": str(model)}
-    sys.argv = [str(file), *common.flags_of(script, COMMON | flags | {"seed": seed, "run_dir": str(run_dir)})]
+    # An evaluation changes nothing, and costs time.
+    flags = COMMON | flags | {"seed": seed, "run_dir": run_dir, "eval_every": 0 if bug else 30}
+    sys.argv = [str(file), *common.flags_of(script, flags)]
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=runpy.run_path, args=[str(file)], kwargs={"run_name": "__main__"})
     process.start()
     process.join()
-    metrics, held_out = {}, {}
-    for line in (run_dir / "metrics.jsonl").open():
-        row = json.loads(line)
+    metrics, held_out, path = {}, {}, run_dir / "metrics.jsonl"
+    for row in map(json.loads, path.open() if path.exists() else []):  # a bug may end the run at once
         for name, value in row.items():
             if name.startswith("eval/"):
                 held_out.setdefault(name, {})[str(row["iteration"])] = round(value, 4)
@@ -105,37 +106,31 @@ def cells_of() -> list[dict]:
 
 # --- pages ---
 
-# What may show a bug, and from how far off the unchanged runs: a factor
+# A metric shows a bug if it differs from that of all unchanged runs by a factor.
 SIGNS = ("logprob_difference", "kl", "clip_fraction", "grad_norm", "entropy", "truncated", "response_length")
 FACTOR = 3
 GROUPS = {
-    "silent": 0.97,
-    "slow": 0.4,
-    "loud": -math.inf,
-}  # share of the unchanged script's rise in score, at least
+    "Silent": 0.97,
+    "Slow": 0.4,
+    "Loud": -math.inf,
+}  # at least this share of the unchanged script's rise
 # Those in docs/bugs.png, with the metric below the score
-SHOWN = {
-    "eos masked": "response_length", "kl with the wrong sign": "kl", "a reference that moves": "kl",
-    "ratio always 1": "clip_fraction", "old log-probs of the reference": "clip_fraction",
-    "padding counts in positions": "logprob_difference", "log-probs one column off": "logprob_difference",
-    "groups along the wrong axis": "equal_groups",
-}  # fmt: skip
-# What docs/metrics.png says in its four panels, where the arrow ends, and where the text stands
-NOTES = [
-    ("half of the groups differ:\nmuch to learn from", (8, 0.3), (20, 0.3)),
-    ("all responses score 0:\nthe parser never matches", (30, 0.0), (15, 0.4)),
-    ("note", (10, 0.1), (25, 0.5)),
-    ("the score still rises,\nthe true accuracy falls", (40, 0.2), (50, 0.6)),
-]
+SHOWN = (
+    ("eos masked", "response_length"), ("kl with the wrong sign", "kl"), ("a reference that moves", "kl"),
+    ("ratio always 1", "clip_fraction"), ("old log-probs of the reference", "clip_fraction"),
+    ("padding counts in positions", "kl"), ("log-probs one column off", "kl"),
+    ("groups along the wrong axis", "equal_groups"),
+)  # fmt: skip
 
 
-def runs_of(bug: str = "", script: str = "", flags: dict | None = None) -> list[dict]:
+def runs_of(bug: str, script: str = "", flags: dict | None = None) -> list[dict]:
+    """The runs of a bug, or without its name, those of an unchanged script."""
     rows = [row for row in common.load("bugs") if row["bug"] == bug]
-    return [row for row in rows if bug or (row["script"], row["flags"]) == (script, flags or {})]
+    return rows if bug else [row for row in rows if (row["script"], row["flags"]) == (script, flags)]
 
 
 def lines_of(run: dict) -> list[dict]:
-    """A run's metrics.jsonl, as far as the row has it."""
+    """The lines of a run's metrics.jsonl."""
     rows = [{"iteration": i} for i in range(COMMON["num_iterations"] + 1)]
     for name, values in run["metrics"].items():
         for row, value in zip(rows[1:], values):
@@ -148,148 +143,133 @@ def lines_of(run: dict) -> list[dict]:
 
 def diagnosed(run: dict) -> dict[str, str]:
     """What tools/diagnose.py finds in a run."""
-    values = common.defaults(run["script"]) | COMMON | run["flags"]
-    flags = {
-        name: ast.literal_eval(value) if isinstance(value, str) else value for name, value in values.items()
-    }
-    return diagnose.findings(flags, lines_of(run))
+    texts = common.defaults(run["script"])
+    names = ("dtype", "max_grad_norm", "num_minibatches", "update_epochs", "clip_eps_low", "teacher")
+    return diagnose.findings(
+        {name: ast.literal_eval(texts[name]) for name in names if name in texts}, lines_of(run)
+    )
 
 
-def end(run: dict, name: str = "score") -> float:
-    return mean(run["metrics"][name][-10:])
+def end(runs: list[dict]) -> list[float]:
+    """The score of each run at its end."""
+    return [mean(run["metrics"]["score"][-10:]) for run in runs]
+
+
+def share(bug: str) -> float:
+    """How much of the rise in score a bug leaves."""
+    runs, healthy = runs_of(bug), runs_of("", *parent(bug))
+    start = mean([run["metrics"]["score"][0] for run in healthy])
+    return (mean(end(runs)) - start) / (mean(end(healthy)) - start)
 
 
 def signs(bug: str) -> str:
-    """Metrics that all runs of a bug have far from all unchanged runs, in the first or last ten iterations."""
-    found = []
+    """The first two metrics that all runs of a bug have far from all unchanged runs, at the start or the end."""
+    found = {}
     for name in SIGNS:
         for part in (slice(0, 10), slice(-10, None)):
-            wrong, right = (
-                [abs(mean(run["metrics"][name][part])) for run in runs if name in run["metrics"]]
-                for runs in (runs_of(bug), runs_of("", *parent(bug)))
-            )
-            if not wrong:
-                continue
-            if min(wrong) > FACTOR * max(right) + 1e-6 or FACTOR * max(wrong) < min(right):
-                found.append(f"`{name}` {mean(wrong):.2g}, not {mean(right):.2g}")
-                break
-    return "<br>".join(found[:2]) or "nothing"
-
-
-def share_of_rise(bug: str) -> float:
-    healthy = runs_of("", *parent(bug))
-    start, right = mean([run["metrics"]["score"][0] for run in healthy]), mean([end(run) for run in healthy])
-    return (mean([end(run) for run in runs_of(bug)]) - start) / (right - start)
+            pair = runs_of(bug), runs_of("", *parent(bug))
+            wrong, right = ([abs(mean(run["metrics"].get(name, [0])[part])) for run in runs] for runs in pair)
+            if min(wrong) > FACTOR * max(right) + 1e-6 or FACTOR * max(wrong) + 1e-6 < min(right):
+                found.setdefault(name, f"`{name}` {mean(wrong):.2g} ({mean(right):.2g})")
+    return "<br>".join([*found.values()][:2]) or "nothing"
 
 
 def summary() -> None:
-    """Print a table for each group of bugs, then that of the unchanged scripts."""
-    measured = [bug for bug in BUGS if runs_of(bug)]
-    tests = {row[0]: name.split()[0] for name, rows in MUTANTS.items() for row in rows}
-    group_of = {
-        bug: next(name for name, least in GROUPS.items() if share_of_rise(bug) >= least) for bug in measured
-    }
-    for group in GROUPS:
-        print(f"\n**{group.capitalize()}**\n")
-        print("| bug | script | end score | unchanged | metric | `diagnose.py` | test |")
+    """Print a table of the bugs for each group."""
+    tests = {row[0]: tests.split()[0] for tests, rows in MUTANTS.items() for row in rows}
+    shares = sorted(((share(bug), bug) for bug in BUGS if runs_of(bug)), reverse=True)
+    for i, (group, least) in enumerate(GROUPS.items()):
+        most = [math.inf, *GROUPS.values()][i]
+        print(f"\n### {group}\n")
+        print("| bug | change | end score | unchanged | metric | `diagnose.py` | test |")
         print("|" + "---|" * 7)
-        for bug in sorted(
-            (bug for bug in measured if group_of[bug] == group), key=share_of_rise, reverse=True
-        ):
-            script, flags = MUTANT[bug].function.split(".")[0], BUGS[bug]
-            command = f"`{common.label({'script': script, 'flags': flags}).strip('`')}`"
-            names = [diagnosed(run) for run in runs_of(bug)]
-            always = [name for name in names[0] if all(name in found for found in names)]
-            scores = [show([end(run) for run in runs]) for runs in (runs_of(bug), runs_of("", *parent(bug)))]
-            cells = [bug, command, *scores, signs(bug), ", ".join(always) or "nothing", f"`{tests[bug]}`"]
-            print("| " + " | ".join(cells) + " |")
+        for _, bug in [pair for pair in shares if least <= pair[0] < most]:
+            function, old, new = MUTANT[bug][1:]
+            flags = " ".join(words_of(BUGS[bug]))
+            found = [diagnosed(run) for run in runs_of(bug)]
+            names = [name for name in found[0] if all(name in other for other in found)]
+            cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{function}`: `{old}` → `{new}`"]
+            cells += [show(end(runs_of(bug))), show(end(runs_of("", *parent(bug)))), signs(bug)]
+            print("| " + " | ".join([*cells, ", ".join(names) or "nothing", f"`{tests[bug]}`"]) + " |")
     print()
     common.print_provenance(common.load("bugs"))
 
 
-def alarms() -> None:
-    """Print how often tools/diagnose.py finds something in the unchanged scripts and in those with a bug."""
+def counts() -> None:
+    """Print how often tools/diagnose.py finds something in unchanged scripts and in those with a bug."""
     rows = [run for run in common.load("bugs") if (run["script"], run["flags"]) not in MISTAKES]
-    healthy = [run for run in rows if not run["bug"]]
-    found = [(run, name) for run in healthy for name in diagnosed(run)]
-    scripts = len({run["script"] for run in healthy})
-    broken = [run for run in rows if run["bug"]]
+    healthy, broken = ([run for run in rows if bool(run["bug"]) == is_bug] for is_bug in (False, True))
+    scripts = {run["script"] for run in healthy}
+    alarms = [
+        f"{name} ({common.label(run)}, seed {run['seed']})" for run in healthy for name in diagnosed(run)
+    ]
     noticed = [run["bug"] for run in broken if diagnosed(run)]
-    print(f"\n- Unchanged scripts: {len(healthy)} runs of {scripts} scripts, {len(found)} findings.")
-    for run, name in found:
-        print(f"    - {name}: {common.label(run)}, seed {run['seed']}")
-    print(f"- Bugs: something is found in {len(noticed)} of {len(broken)} runs, ", end="")
+    print(f"\n- Unchanged: {len(healthy)} runs of {len(scripts)} scripts, {len(alarms)} findings", end="")
+    print(": " * bool(alarms) + ", ".join(alarms) + ".")
+    print(f"- With a bug: findings in {len(noticed)} of {len(broken)} runs, ", end="")
     print(f"for {len(set(noticed))} of {len({run['bug'] for run in broken})} bugs.\n")
 
 
 def changes() -> None:
-    """Print the diffs of the bugs in the picture."""
-    for number, bug in enumerate(SHOWN, 1):
+    """Print the bugs in the picture as diffs."""
+    for number, (bug, _) in enumerate(SHOWN, 1):
         script, function = MUTANT[bug].function.split(".")
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(shutil.copy(ROOT / f"{script}.py", folder))
             before = copy.read_text().splitlines()
-            MUTANT[bug].change(Path(folder))
-            lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0, lineterm="")][2:]
-        lines = [line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-"]
-        print(f"\n{number}. **{bug}**, in `{script}.py:{function}`\n")
-        print("   ```diff", *("   " + line for line in lines), "   ```", sep="\n")
+            MUTANT[bug].change(copy.parent)
+            lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0)][2:]
+        print(f"\n{number}. {bug}, in `{function}` of `{script}.py`\n\n   ```diff")
+        print(*(f"   {line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-"), "   ```", sep="\n")
     print()
 
 
-def draw_bugs() -> None:
-    """Draw score and a metric of each bug in SHOWN, over the runs of the unchanged script in grey."""
+def draw() -> None:
+    """Draw docs/bugs.png: score and a metric of each bug in SHOWN, over the runs of the unchanged script in grey."""
     import matplotlib.pyplot as plt
     import plot
 
     figure, axes = plt.subplots(4, 4, figsize=(10, 8), dpi=110, layout="constrained")
-    for number, (bug, metric) in enumerate(SHOWN.items()):
-        row, column = 2 * (number // 4), number % 4
-        for axis, name in zip((axes[row, column], axes[row + 1, column]), ("score", metric)):
-            for runs, color in ((runs_of("", *parent(bug)), "#999999"), (runs_of(bug), "#D55E00")):
+    for number, (bug, metric) in enumerate(SHOWN):
+        pair = axes[number // 4 * 2 : number // 4 * 2 + 2, number % 4]
+        for axis, name in zip(pair, ("score", metric)):
+            for runs, color in ((runs_of("", *parent(bug)), "#999999"), (runs_of(bug), plot.COLORS[1])):
                 for run in runs:
-                    values = run["metrics"][name]
-                    axis.plot(range(1, len(values) + 1), values, color=color, lw=1)
+                    axis.plot(
+                        range(1, 1 + len(run["metrics"][name])), run["metrics"][name], color=color, lw=1
+                    )
             axis.set_title(name, fontsize=8, loc="right")
             axis.tick_params(labelsize=7)
             axis.grid(alpha=0.25)
-        axes[row, column].set_title(f"{number + 1}", fontsize=10, loc="left", fontweight="bold")
-        axes[row, column].set_ylim(0, 1.03)
-        if metric == "logprob_difference":
-            axis.set_yscale("log")
-    figure.supxlabel("iteration; unchanged script grey, bug orange", fontsize=9)
+        pair[0].set_title(f"{number + 1}. {bug}", fontsize=8, loc="left", fontweight="bold")
+        pair[0].set_ylim(0, 1.03)
+    figure.supxlabel("iteration", fontsize=9)
     plot.save(figure, ROOT / "docs" / "bugs.png")
 
 
 def draw_metrics() -> None:
-    """Draw a healthy run and three that are not, each with two metrics and a note."""
+    """Draw docs/metrics.png: a healthy run and three that are not, each with two metrics and a note."""
     import matplotlib.pyplot as plt
     import plot
 
     [hacked] = [
         run for run in common.load("hacking") if (run["script"], run["beta"]) == ("reinforce_pp", 0.0)
     ]
-    high, wrong = (runs_of("", *mistake)[0]["metrics"] for mistake in MISTAKES)
-    healthy = runs_of("", "grpo")[0]["metrics"]
-    panels = {
-        "healthy": ({"score": healthy["score"], "equal_groups": healthy["equal_groups"]}, NOTES[0]),
-        "equal groups": ({"score": wrong["score"], "equal_groups": wrong["equal_groups"]}, NOTES[1]),
-        "learning rate too high": ({"score": high["score"], "entropy": high["entropy"]}, NOTES[2]),
-        "reward hacking": ({"score": hacked["score"], "eval/score/2-5": hacked["truth"]}, NOTES[3]),
-    }
+    good, high, wrong = (runs_of("", *pair)[0]["metrics"] for pair in (("grpo", {}), *MISTAKES))
+    hacked["held-out accuracy"] = [value for value in hacked["truth"] for _ in range(5)]
+    panels = [
+        ("healthy", good, "equal_groups", "half of the groups differ", (10, 0.4)),
+        ("equal groups", wrong, "equal_groups", "every response scores 0", (10, 0.1)),
+        ("learning rate too high", high, "entropy", "the score never recovers", (10, 0.1)),
+        ("reward hacking", hacked, "held-out accuracy", "accuracy falls while score rises", (40, 0.2)),
+    ]
     figure, axes = plt.subplots(2, 2, figsize=(8, 5), dpi=110, layout="constrained")
-    for axis, (title, (curves, note)) in zip(axes.flat, panels.items()):
-        for (name, values), color in zip(curves.items(), plot.COLORS):
-            every = 5 if name.startswith("eval/") else 1
-            start = 0 if name.startswith("eval/") else 1
-            axis.plot(
-                [start + every * i for i in range(len(values))], values, color=color, lw=1.3, label=name
-            )
+    for axis, (title, curves, other, note, place) in zip(axes.flat, panels):
+        for name, color in zip(("score", other), plot.COLORS):
+            axis.plot(range(1, 1 + len(curves[name])), curves[name], color=color, lw=1.3, label=name)
         axis.set_title(title, fontsize=10)
-        axis.annotate(
-            *note[:1], fontsize=8, xy=note[1], xytext=note[2], arrowprops={"arrowstyle": "->", "lw": 0.7}
-        )
-        axis.legend(fontsize=8, frameon=False, loc="best")
+        axis.text(*place, note, fontsize=8)
+        axis.legend(fontsize=8, frameon=False)
         axis.grid(alpha=0.25)
     figure.supxlabel("iteration", fontsize=9)
     plot.save(figure, ROOT / "docs" / "metrics.png")
@@ -303,10 +283,10 @@ def main() -> None:
     import grpo  # noqa: F401  so that the forks have what the scripts import
 
     run_all("bugs", cells_of(), measure, workers=1)
-    draw_bugs()
+    draw()
     draw_metrics()
     summary()
-    alarms()
+    counts()
 
 
 if __name__ == "__main__":
