@@ -2,8 +2,7 @@
 
     python tools/diagnose.py runs/a        at most eight lines, the most important first
 
-It reads args.json and metrics.jsonl of a policy script, also while it trains, and needs only Python. No threshold
-depends on the size of scores or models. docs/metrics.md explains the metrics.
+Reads args.json and metrics.jsonl of a policy script, also while it trains. docs/metrics.md explains the metrics.
 """
 
 import json
@@ -13,7 +12,6 @@ from pathlib import Path
 from statistics import mean, median, variance
 
 MIN_ITERATIONS = 20  # before that, most of what a metric does is noise
-
 # What to do about each finding; those further up are more important.
 REMEDIES = {
     "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
@@ -32,7 +30,7 @@ REMEDIES = {
     "clipped gradient": "Check zero_grad and what the loss is divided by; else lower --learning_rate.",
     "flat score": "If responses differ in score, raise --learning_rate; else use easier prompts, or sft.py first.",
     "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
-    "toy flags": "The defaults are for the toy: set flags that fit the model.",
+    "toy flags": "A default of 2e-4 or 40 is for the toy: set what fits the model.",
 }
 
 
@@ -41,7 +39,7 @@ class Run:
 
     def __init__(self, flags: dict, rows: list[dict]):
         self.flags = flags
-        self.rows = [row for row in rows if "grad_norm" in row]  # without the evaluation before training
+        self.rows = [row for row in rows if "score" in row]  # without the evaluation before training
         self.window = max(5, len(self.rows) // 4)
         held_out = [(row["iteration"], [row[x] for x in row if x.startswith("eval/score/")]) for row in rows]
         self.held_out = [(mean(scores), iteration) for iteration, scores in held_out if scores]
@@ -55,20 +53,18 @@ class Run:
     def late(self, name: str, average=mean) -> float:
         return average(self.values(name)[-self.window :])
 
-    def span(self, first: int, last: int = -1) -> str:
-        return f"iterations {self.rows[first]['iteration']} to {self.rows[last]['iteration']}"
-
 
 def evidence(run: Run):
     """Yields the name and the text of each finding."""
     flags, first = run.flags, run.rows[0]
-    when = run.span(-run.window)
+    when = f"iterations {run.rows[-run.window]['iteration']} to {run.rows[-1]['iteration']}"
     # How far apart two computations of the log-prob of a token may be
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05
-    is_gspo = flags.get("clip_eps_low", 1) < 0.01  # rounding alone may move its ratio beyond the clip
-    has_clip = "clip_fraction" in first and not is_gspo
+    # Rounding alone may move the ratio of gspo.py beyond its clip.
+    has_clip = "clip_fraction" in first and flags.get("clip_eps_low", 1) > 0.01
+    scores = run.values("score")
     # Three standard errors of the difference of two windows. From a score to the next, the variance is twice its own.
-    noise = 3 * (variance(b - a for a, b in pairwise(run.values("score"))) / run.window) ** 0.5
+    noise = 3 * (variance(b - a for a, b in pairwise(scores)) / run.window) ** 0.5
     early, late = run.early("score"), run.late("score")
     learns = late > early + noise
 
@@ -85,7 +81,7 @@ def evidence(run: Run):
         yield "first clip", f"clip_fraction is up to {most:.2g}, with {steps} steps per rollout"
     kl = run.values("kl")[len(run.rows) // 2 :]
     if len(kl) > 5 and mean(kl) < -3 * (variance(kl) / len(kl)) ** 0.5 - 1e-3:
-        yield "negative kl", f"kl is {mean(kl):.2g} on average ({run.span(-len(kl))})"
+        yield "negative kl", f"kl is {mean(kl):.2g} on average in the last {len(kl)} iterations"
     if kl and max(map(abs, kl)) < tolerance / 1000 * run.late("response_length"):
         yield "kl of 0", f"kl is 0 up to rounding, while score goes from {early:.3g} to {late:.3g}"
     if steps > 1 and has_clip and most == 0 and learns:
@@ -95,20 +91,19 @@ def evidence(run: Run):
     equal = max(run.early("equal_groups"), 0 if learns else run.late("equal_groups"))
     if equal > 0.9:
         yield "equal groups", f"equal_groups is {equal:.2g} at a score of {late:.3g}"
-    scores, size = run.values("score"), run.window
-    means = [mean(scores[i : i + size]) for i in range(len(scores) - size + 1)]
+    means = [mean(scores[i : i + run.window]) for i in range(len(scores) - run.window + 1)]
     drop = max(means) - late
     if drop > noise and drop > (max(means) - min(means)) / 2:
-        span = run.span(means.index(max(means)), means.index(max(means)) + size - 1)
-        yield "falling score", f"score falls from {max(means):.3g} ({span}) to {late:.3g} ({when})"
+        top = run.rows[means.index(max(means))]["iteration"]
+        yield "falling score", f"score is {max(means):.3g} from iteration {top} on, then {late:.3g} ({when})"
     elif abs(late - early) <= noise:
         yield "flat score", f"score is {early:.3g} at first and {late:.3g} at last, a noise of {noise:.2g}"
     if len(run.held_out) > 2:
         peak, iteration = max(run.held_out)
-        start, last = run.held_out[0][0], run.held_out[-1][0]
+        last, gain = run.held_out[-1][0], peak - run.held_out[0][0]
         since = [row["score"] for row in run.rows if row["iteration"] > iteration]
         rises = len(since) > 4 and mean(since[len(since) // 2 :]) >= mean(since[: len(since) // 2])
-        if rises and peak - last > max((peak - start) / 2, abs(peak) / 10):
+        if rises and peak - last > max(gain / 2, abs(peak) / 10):
             yield "held-out", f"held-out score falls to {last:.3g} from iteration {iteration} on, not score"
     if run.late("entropy") < run.early("entropy") / 10 and not learns:
         yield "entropy", f"entropy falls to {run.late('entropy'):.2g} ({when}), and score does not rise"
@@ -128,18 +123,17 @@ def evidence(run: Run):
     before, after = run.early("grad_norm", median), run.late("grad_norm", median)
     if after > max(10 * before, limit):
         yield "growing gradient", f"grad_norm grows from {before:.2g} to {after:.2g} ({when})"
-    toy = {"max_response_length": 40} | ({} if "lora_rank" in flags else {"learning_rate": 2e-4})
-    kept = [f"--{name} {value:g}" for name, value in toy.items() if flags.get(name) == value]
-    if kept and not flags.get("model", "toy/").startswith("toy/"):
-        yield "toy flags", f"{' and '.join(kept)} with --model {flags['model']}"
+    rate, length = flags.get("learning_rate"), flags.get("max_response_length")
+    is_kept = length == 40 or (rate == 2e-4 and "lora_rank" not in flags)
+    if is_kept and not flags.get("model", "toy/").startswith("toy/"):
+        yield "toy flags", f"--learning_rate is {rate}, --max_response_length is {length}"
 
 
 def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
     """Lines by the name of their rule, the most important first. Empty before MIN_ITERATIONS."""
     run = Run(flags, rows)
     found = dict(evidence(run)) if len(run.rows) >= MIN_ITERATIONS else {}
-    names = [name for name in REMEDIES if name in found][:8]
-    return {name: f"{found[name]}. {REMEDIES[name]}" for name in names}
+    return {name: f"{found[name]}. {REMEDIES[name]}" for name in [x for x in REMEDIES if x in found][:8]}
 
 
 def main() -> None:
@@ -148,12 +142,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     try:
         flags = json.loads((folder / "args.json").read_text())
-        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]  # the last may still be in writing
-        rows = [json.loads(line) for line in lines]
+        text = (folder / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.split("\n")[:-1]]  # the last may still be in writing
     except (OSError, ValueError) as error:
         sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
     if len(Run(flags, rows).rows) < MIN_ITERATIONS:
-        sys.exit(f"{folder} has fewer than {MIN_ITERATIONS} iterations, too few to tell; wait")
+        sys.exit(f"{folder} has fewer than {MIN_ITERATIONS} iterations of a policy script, too few to tell")
     found = findings(flags, rows).values() or [f"nothing stands out in {folder}; read samples.jsonl, too"]
     print(*found, sep="\n")
 
