@@ -85,7 +85,7 @@ def measure(run_dir: Path, bug: str, change: list[str], script: str, flags: dict
                 held_out.setdefault(name, {})[str(row["iteration"])] = round(value, 4)
             elif name not in LEFT_OUT and name != "iteration":
                 metrics.setdefault(name, []).append(float(f"{value:.3g}"))
-    return {"exit_code": process.exitcode, "held_out": held_out, "metrics": metrics}
+    return {"held_out": held_out, "metrics": metrics}
 
 
 def cells_of() -> list[dict]:
