@@ -72,7 +72,8 @@ def measure(run_dir: Path, bug: str, change: list[str], script: str, flags: dict
         (model / "config.json").write_text(json.dumps(config))
         flags = {"model": str(model)}
     # An evaluation changes nothing, and costs time.
-    flags = COMMON | flags | {"seed": seed, "run_dir": run_dir, "eval_every": 0 if bug else 30}
+    evaluates = not bug or "eval_reward" in flags
+    flags = COMMON | flags | {"seed": seed, "run_dir": run_dir, "eval_every": 30 if evaluates else 0}
     sys.argv = [str(file), *common.flags_of(script, flags)]
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=runpy.run_path, args=[str(file)], kwargs={"run_name": "__main__"})
@@ -106,21 +107,19 @@ def cells_of() -> list[dict]:
 
 # --- pages ---
 
-# A metric shows a bug if it differs from that of all unchanged runs by a factor.
-SIGNS = ("logprob_difference", "kl", "clip_fraction", "grad_norm", "entropy", "truncated", "response_length")
+# A metric shows a bug if it differs from that of all unchanged runs by this factor, and by more than this
 FACTOR = 3
-GROUPS = {
-    "Silent": 0.97,
-    "Slow": 0.4,
-    "Loud": -math.inf,
-}  # at least this share of the unchanged script's rise
+SIGNS = {"logprob_difference": 1e-4, "kl": 0.02, "clip_fraction": 0.002, "grad_norm": 0.1, "entropy": 0.01}
+SIGNS |= {"truncated": 0.01, "response_length": 1}
+# How much of the unchanged script's rise in score the bugs of a group leave, at least
+GROUPS = {"Silent": 0.97, "Slow": 0.4, "Loud": -math.inf}
 # Those in docs/bugs.png, with the metric below the score
-SHOWN = (
-    ("eos masked", "response_length"), ("kl with the wrong sign", "kl"), ("a reference that moves", "kl"),
-    ("ratio always 1", "clip_fraction"), ("old log-probs of the reference", "clip_fraction"),
-    ("padding counts in positions", "kl"), ("log-probs one column off", "kl"),
-    ("groups along the wrong axis", "equal_groups"),
-)  # fmt: skip
+SHOWN = {
+    "kl with the wrong sign": "kl", "a reference that moves": "kl", "no zero_grad": "grad_norm",
+    "eos masked": "entropy", "sampling without temperature": "logprob_difference",
+    "old log-probs of the reference": "clip_fraction", "reference log-probs of other rows": "kl",
+    "groups along the wrong axis": "entropy",
+}  # fmt: skip
 
 
 def runs_of(bug: str, script: str = "", flags: dict | None = None) -> list[dict]:
@@ -150,26 +149,28 @@ def diagnosed(run: dict) -> dict[str, str]:
     )
 
 
-def end(runs: list[dict]) -> list[float]:
-    """The score of each run at its end."""
-    return [mean(run["metrics"]["score"][-10:]) for run in runs]
+def scores(runs: list[dict]) -> tuple[list[float], list[float]]:
+    """The score of each run at its start and end, or the true accuracy if a reward model gives the score."""
+    if "eval_reward" in runs[0]["flags"]:
+        return tuple([run["held_out"]["eval/score/2-5"][i] for run in runs] for i in ("0", "60"))
+    curves = [run["metrics"]["score"] for run in runs]
+    return [curve[0] for curve in curves], [mean(curve[-10:]) for curve in curves]
 
 
 def share(bug: str) -> float:
     """How much of the rise in score a bug leaves."""
-    runs, healthy = runs_of(bug), runs_of("", *parent(bug))
-    start = mean([run["metrics"]["score"][0] for run in healthy])
-    return (mean(end(runs)) - start) / (mean(end(healthy)) - start)
+    start, end = map(mean, scores(runs_of("", *parent(bug))))
+    return (mean(scores(runs_of(bug))[1]) - start) / (end - start)
 
 
 def signs(bug: str) -> str:
     """The first two metrics that all runs of a bug have far from all unchanged runs, at the start or the end."""
     found = {}
-    for name in SIGNS:
+    for name, least in SIGNS.items():
         for part in (slice(0, 10), slice(-10, None)):
             pair = runs_of(bug), runs_of("", *parent(bug))
-            wrong, right = ([abs(mean(run["metrics"].get(name, [0])[part])) for run in runs] for runs in pair)
-            if min(wrong) > FACTOR * max(right) + 1e-6 or FACTOR * max(wrong) + 1e-6 < min(right):
+            wrong, right = ([mean(run["metrics"].get(name, [0])[part]) for run in runs] for runs in pair)
+            if min(wrong) > FACTOR * max(right) + least or FACTOR * max(wrong) + least < min(right):
                 found.setdefault(name, f"`{name}` {mean(wrong):.2g} ({mean(right):.2g})")
     return "<br>".join([*found.values()][:2]) or "nothing"
 
@@ -189,7 +190,7 @@ def summary() -> None:
             found = [diagnosed(run) for run in runs_of(bug)]
             names = [name for name in found[0] if all(name in other for other in found)]
             cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{function}`: `{old}` → `{new}`"]
-            cells += [show(end(runs_of(bug))), show(end(runs_of("", *parent(bug)))), signs(bug)]
+            cells += [show(scores(runs_of(bug))[1]), show(scores(runs_of("", *parent(bug)))[1]), signs(bug)]
             print("| " + " | ".join([*cells, ", ".join(names) or "nothing", f"`{tests[bug]}`"]) + " |")
     print()
     common.print_provenance(common.load("bugs"))
@@ -212,7 +213,7 @@ def counts() -> None:
 
 def changes() -> None:
     """Print the bugs in the picture as diffs."""
-    for number, (bug, _) in enumerate(SHOWN, 1):
+    for number, bug in enumerate(SHOWN, 1):
         script, function = MUTANT[bug].function.split(".")
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(shutil.copy(ROOT / f"{script}.py", folder))
@@ -230,7 +231,7 @@ def draw() -> None:
     import plot
 
     figure, axes = plt.subplots(4, 4, figsize=(10, 8), dpi=110, layout="constrained")
-    for number, (bug, metric) in enumerate(SHOWN):
+    for number, (bug, metric) in enumerate(SHOWN.items()):
         pair = axes[number // 4 * 2 : number // 4 * 2 + 2, number % 4]
         for axis, name in zip(pair, ("score", metric)):
             for runs, color in ((runs_of("", *parent(bug)), "#999999"), (runs_of(bug), plot.COLORS[1])):
@@ -243,6 +244,7 @@ def draw() -> None:
             axis.grid(alpha=0.25)
         pair[0].set_title(f"{number + 1}. {bug}", fontsize=8, loc="left", fontweight="bold")
         pair[0].set_ylim(0, 1.03)
+        pair[1].set_yscale("log" if metric == "logprob_difference" else "linear")
     figure.supxlabel("iteration", fontsize=9)
     plot.save(figure, ROOT / "docs" / "bugs.png")
 

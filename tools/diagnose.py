@@ -28,7 +28,7 @@ REMEDIES = {
     "growing gradient": "Lower --learning_rate, or use --warmup_iterations.",
     "busy clip": "Many tokens get no gradient: lower --learning_rate, --update_epochs or --num_minibatches.",
     "clipped gradient": "Check zero_grad and what the loss is divided by; else lower --learning_rate.",
-    "flat score": "If responses differ in score, raise --learning_rate; else use easier prompts, or sft.py first.",
+    "flat score": "If scores differ, check which response gets which, raise --learning_rate; else easier prompts.",
     "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
     "toy flags": "A default of 2e-4 or 40 is for the toy: set what fits the model.",
 }
