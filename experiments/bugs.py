@@ -48,6 +48,8 @@ BUGS = {
     "responses of a micro-batch": SMALL, "dropout on": DROPOUT,
 }  # fmt: skip
 MUTANT = {row[0]: Mutant(*row) for rows in MUTANTS.values() for row in rows}
+# grpo.py would stop: it divides by the length, which is 0 for a response that is only an EOS.
+MUTANT["eos masked"] = MUTANT["eos masked"]._replace(function="reinforce_pp.generate")
 # Not bugs of the code, but of the flags: for docs/metrics.md
 MISTAKES = [("grpo", {"learning_rate": 5e-3}), ("grpo", {"answer_marker": "Answer"})]
 LEFT_OUT = ("seconds", "tokens_per_second", "learning_rate", "policy_loss")
@@ -157,8 +159,15 @@ def scores(runs: list[dict]) -> tuple[list[float], list[float]]:
     return [curve[0] for curve in curves], [mean(curve[-10:]) for curve in curves]
 
 
+def stops(run: dict) -> bool:
+    """Whether the run ended before its last iteration, as with a loss that is not finite."""
+    return len(run["metrics"].get("score", [])) < COMMON["num_iterations"]
+
+
 def share(bug: str) -> float:
-    """How much of the rise in score a bug leaves."""
+    """How much of the rise in score a bug leaves; none if a run stops."""
+    if any(map(stops, runs_of(bug))):
+        return -1.0
     start, end = map(mean, scores(runs_of("", *parent(bug))))
     return (mean(scores(runs_of(bug))[1]) - start) / (end - start)
 
@@ -190,7 +199,11 @@ def summary() -> None:
             found = [diagnosed(run) for run in runs_of(bug)]
             names = [name for name in found[0] if all(name in other for other in found)]
             cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{function}`: `{old}` → `{new}`"]
-            cells += [show(scores(runs_of(bug))[1]), show(scores(runs_of("", *parent(bug)))[1]), signs(bug)]
+            cells += [
+                "stops" if share(bug) == -1 else show(scores(runs_of(bug))[1]),
+                show(scores(runs_of("", *parent(bug)))[1]),
+                signs(bug),
+            ]
             print("| " + " | ".join([*cells, ", ".join(names) or "nothing", f"`{tests[bug]}`"]) + " |")
     print()
     common.print_provenance(common.load("bugs"))
@@ -239,7 +252,7 @@ def draw() -> None:
                     axis.plot(
                         range(1, 1 + len(run["metrics"][name])), run["metrics"][name], color=color, lw=1
                     )
-            axis.set_title(name, fontsize=8, loc="right")
+            axis.set_ylabel(name, fontsize=7)
             axis.tick_params(labelsize=7)
             axis.grid(alpha=0.25)
         pair[0].set_title(f"{number + 1}. {bug}", fontsize=8, loc="left", fontweight="bold")
@@ -260,18 +273,26 @@ def draw_metrics() -> None:
     good, high, wrong = (runs_of("", *pair)[0]["metrics"] for pair in (("grpo", {}), *MISTAKES))
     hacked["held-out accuracy"] = [value for value in hacked["truth"] for _ in range(5)]
     panels = [
-        ("healthy", good, "equal_groups", "half of the groups differ", (10, 0.4)),
-        ("equal groups", wrong, "equal_groups", "every response scores 0", (10, 0.1)),
-        ("learning rate too high", high, "entropy", "the score never recovers", (10, 0.1)),
-        ("reward hacking", hacked, "held-out accuracy", "accuracy falls while score rises", (40, 0.2)),
+        ("healthy", good, "equal_groups", "at first, all groups differ", (8, 0), (18, 0.1)),
+        ("equal groups", wrong, "equal_groups", "every response scores 0", (10, 0), (20, 0.3)),
+        ("learning rate too high", high, "entropy", "score falls to chance", (49, 0.2), (36, 1.0)),
+        (
+            "reward hacking",
+            hacked,
+            "held-out accuracy",
+            "accuracy falls, score rises",
+            (35, 0.55),
+            (50, 0.95),
+        ),
     ]
     figure, axes = plt.subplots(2, 2, figsize=(8, 5), dpi=110, layout="constrained")
-    for axis, (title, curves, other, note, place) in zip(axes.flat, panels):
+    for axis, (title, curves, other, note, end, start) in zip(axes.flat, panels):
         for name, color in zip(("score", other), plot.COLORS):
             axis.plot(range(1, 1 + len(curves[name])), curves[name], color=color, lw=1.3, label=name)
         axis.set_title(title, fontsize=10)
-        axis.text(*place, note, fontsize=8)
-        axis.legend(fontsize=8, frameon=False)
+        axis.annotate(note, end, start, fontsize=8, arrowprops={"arrowstyle": "->", "lw": 0.7})
+        axis.set_ylim(-0.05, 1.3 * max(curves["score"] + curves[other]))  # room for the legend
+        axis.legend(fontsize=8, frameon=False, loc="upper center", ncols=2)
         axis.grid(alpha=0.25)
     figure.supxlabel("iteration", fontsize=9)
     plot.save(figure, ROOT / "docs" / "metrics.png")
