@@ -254,10 +254,11 @@ def test_each_epoch_has_every_prompt_once_in_a_new_order():
     assert grpo.choose_rows(grpo.Args(seed=2), dataset, 4, 1) != epochs[0][:4]
 
 
-def test_a_step_is_no_longer_than_max_grad_norm():
+def test_a_step_is_no_longer_than_max_grad_norm_and_leaves_no_gradient():
     layer = torch.nn.Linear(3, 1, bias=False)
     before = layer.weight.detach().clone()
     layer(torch.full((1, 3), 100.0)).sum().backward()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer, 1.0)
     assert norm > 100 and (layer.weight - before).norm().item() == pytest.approx(0.1, rel=1e-3)
+    assert layer.weight.grad is None  # or the next step would add to it
