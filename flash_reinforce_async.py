@@ -466,7 +466,7 @@ def main(args):
         # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
         torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
 
-        # 3. Rollout: the responses to this rank's prompts, which the samplers have sampled and scored
+        # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout, sampler_waited = receive_rollout(device, samplers)
@@ -596,7 +596,7 @@ def connection(rank):
     try:
         yield
     except RuntimeError:
-        check(False, f"rank {rank} has ended; fix its own error, or give the same command again to resume")
+        check(False, f"rank {rank} has ended; fix its own error, or give the same command again")
 
 
 def autocast(args):
