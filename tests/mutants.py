@@ -92,6 +92,12 @@ MUTANTS = {
         ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
         ("fsdp: whole weights stay", "grpo_fsdp.release", "set_reshard_after_forward(True)", "eval()"),
     ],
+    "test_async.py": [
+        ("async: the first weights stay", "flash_reinforce_async.sample", "policy.load_state_dict(", "len("),
+        ("async: rows of another trainer", "flash_reinforce_async.receive_rollout", "[RANK].to", "[0].to"),
+        ("async: another order of rows", "flash_reinforce_async.receive_rollout", "torch.set_rng_state(", "len("),
+        ("async: a traceback", "flash_reinforce_async.connection", "except RuntimeError", "except KeyError"),
+    ],
     "test_vllm.py -m vllm": [
         ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
         ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "policy.engine.reset_prefix_cache()", "True"),
