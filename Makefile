@@ -53,6 +53,10 @@ test-docs: docs .venv/group-web .venv/scripts
 new:
 	$(PYTHON) tools/new.py $(or $(NAME),$(error give a name: make new NAME=mine))
 
+# make variant SCRIPT=rloo FEATURE=lora: write rloo_lora.py, which is rloo.py with the feature of grpo_lora.py.
+variant:
+	$(PYTHON) tools/variant.py $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
+
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
 	$(PYTHON) tools/sync.py
@@ -89,5 +93,5 @@ web/node_modules: web/package-lock.json
 	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test tables vectors test-long test-vllm real test-real docs test-docs new sync diff
+.PHONY: demo test tables vectors test-long test-vllm real test-real docs test-docs new variant sync diff
 .PRECIOUS: .venv/group-%

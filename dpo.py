@@ -203,7 +203,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)

@@ -16,7 +16,7 @@ updates behind it. o_t is token t and sg stops the gradient. With p_t = pi_old(o
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
 included. Both count what the gate leaves out. There is one step per rollout. Here pi_old is pi_theta: up to
 rounding the ratio is 1, every gate is open, and this is reinforce.py without KL and with 1/T_i.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python flash_reinforce.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 flash_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -369,7 +369,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -692,9 +693,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -768,7 +769,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):

@@ -370,7 +370,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -693,9 +694,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -769,7 +770,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):

@@ -50,12 +50,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
 import transformers
 import tyro
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -89,8 +84,8 @@ class Args:
     # The comment behind a flag is its --help text.
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # torch has no FSDP on mps
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast and gathered weights; shards stay float32
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -355,18 +350,28 @@ def shard(args, model, device):
         part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
 
 
-@contextmanager
-def gathered(model):
-    """Keep all weights on every rank, so that each samples on its own."""
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+def shard_all(args, state, reference, device):
+    """Split all models that are trained, and the reference. The optimizers get the parts of this rank."""
+    for model, optimizer in models_and_optimizers(state):
+        shard(args, model, device)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    if reference:
+        shard(args, reference, device)
+
+
+def gather(model):
+    """Give every rank all weights, so that each samples on its own, until `release`."""
     model.set_reshard_after_forward(False)
-    for part in parts:
-        part.unshard()
-    try:
-        yield
-    finally:
-        model.set_reshard_after_forward(True)
-        for part in parts:
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+
+
+def release(model):
+    """Keep a part of the weights on each rank again."""
+    model.set_reshard_after_forward(True)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
             part.reshard()
 
 
@@ -388,14 +393,9 @@ def main(args):
     device = start_ranks(args)
 
     # Models are in eval mode: with dropout, the first ratio of a rollout would not be near 1.
-    # They are loaded on the CPU, so that no GPU ever holds all float32 weights.
-    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, "cpu")
+    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
     # The reference is the policy before training, so it is copied before a checkpoint is loaded.
     reference = copy.deepcopy(policy) if args.kl_coef else None
-    weights = [float(weight.detach().sum()) for weight in policy.parameters()]  # still whole
-    shard(args, policy, device)
-    if reference:
-        shard(args, reference, device)
 
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
@@ -405,15 +405,16 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
+    # Resume the run, or start it. `start` counts the finished iterations.
+    shard_all(args, state, reference, device)
+    start, log_sizes = load_checkpoint(run_dir, state)
+    check_ranks_agree(args, {"rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
     if eval_dataset and start == 0:
-        with gathered(policy):
-            metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, 0, metrics, samples)
 
     for iteration in range(start + 1, args.num_iterations + 1):
@@ -424,8 +425,8 @@ def main(args):
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        with gathered(policy):
-            rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
+        gather(policy)
+        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
@@ -433,6 +434,7 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
+        release(policy)
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 nothing uses it
@@ -498,17 +500,15 @@ def main(args):
             samples = describe(tokenizer, rows, rollout, args.samples_per_prompt)
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             # Prints and logs the held-out samples instead of those above
-            with gathered(policy):
-                eval_metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+            eval_metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
             metrics |= eval_metrics
         log(args, run_dir, iteration, metrics, samples)
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
 
     # 10. The result, a folder that from_pretrained opens
-    weights = get_model_state_dict(policy, options=WHOLE)  # all ranks gather, rank 0 writes
     if RANK == 0:
-        save_model(run_dir, policy, tokenizer, weights)
+        save_model(run_dir, policy, tokenizer)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -588,6 +588,8 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    check(args.num_iterations > 0, "--num_iterations 0: use 1 or more")  # a checkpoint is saved
+    check(device.type != "mps", "--device mps: torch has no FSDP there; use --device cpu")
     if WORLD_SIZE == 1:  # FSDP needs a process group
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if WORLD_SIZE > 1:
@@ -633,7 +635,12 @@ def load_model(args, flag, auto_class, device):
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    return model.to(device).eval(), tokenizer
+    if wants_reward_model:
+        model.to(device)
+    else:  # stays on the CPU until shard_all, so that no GPU ever holds all float32 weights
+        weights = [float(weight.detach().sum()) for weight in model.parameters()]
+        check_ranks_agree(args, {f"weights of {where}": weights})
+    return model.eval(), tokenizer
 
 
 def read_rows(where, path, split):
@@ -733,9 +740,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -809,7 +816,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):
@@ -825,12 +834,14 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     samples = []
     # Four times the rows of a rollout: on a GPU, decoding them takes little longer.
     size = 4 * args.batch_size // WORLD_SIZE
+    gather(policy)
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
         scores[first : first + len(rows)] = rollout["raw_scores"]
         samples = samples or describe(tokenizer, rows, rollout)
+    release(policy)
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
@@ -874,6 +885,25 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
+def models_and_optimizers(state):
+    """Each model of the state, and its optimizer, which comes next."""
+    parts = list(state.values())
+    return zip(parts[::2], parts[1::2])
+
+
+def whole(state):
+    """The state of all ranks, on rank 0. Every rank must call it."""
+    states = [get_state_dict(*pair, options=WHOLE) for pair in models_and_optimizers(state)]
+    return dict(zip(state, [part for pair in states for part in pair]))
+
+
+def load_whole(state, checkpoint):
+    """Each rank takes its part."""
+    parts = [checkpoint[name] for name in state]
+    for pair, weights, moments in zip(models_and_optimizers(state), parts[::2], parts[1::2]):
+        set_state_dict(*pair, model_state_dict=weights, optim_state_dict=moments, options=WHOLE)
+
+
 def load_checkpoint(run_dir, state):
     """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
     path = run_dir / "checkpoint.pt"
@@ -881,13 +911,7 @@ def load_checkpoint(run_dir, state):
         return 0, dict.fromkeys(LOGS, 0)
     with explain(path, "restore it, or delete it to start over"):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-        set_state_dict(
-            state["policy"],
-            state["optimizer"],
-            model_state_dict=checkpoint["policy"],
-            optim_state_dict=checkpoint["optimizer"],
-            options=WHOLE,
-        )
+        load_whole(state, checkpoint)
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
 
@@ -940,11 +964,9 @@ def log(args, run_dir, iteration, metrics, samples):
 
 def save_checkpoint(run_dir, iteration, state):
     """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
-    # All ranks gather the whole tensors.
-    weights, moments = get_state_dict(state["policy"], state["optimizer"], options=WHOLE)
+    checkpoint = whole(state)
     if RANK > 0:
         return
-    checkpoint = {"policy": weights, "optimizer": moments}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
@@ -956,8 +978,9 @@ def save_checkpoint(run_dir, iteration, state):
         os.fsync(file)
 
 
-def save_model(run_dir, policy, tokenizer, weights):
-    """Write model/, which is complete or absent."""
+def save_model(run_dir, policy, tokenizer):
+    """Write model/, which is complete or absent. The last checkpoint has the whole weights."""
+    weights = torch.load(run_dir / "checkpoint.pt", weights_only=True)["policy"]
     for name in policy.all_tied_weights_keys:
         del weights[name]  # from_pretrained ties it again
     with replacing(run_dir / "model") as folder:

@@ -384,7 +384,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -412,7 +413,7 @@ def main(args):
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
-            with reference.disable_adapter():
+            with policy.disable_adapter():
                 rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 nothing uses it
             rollout["ref_logprobs"] = rollout["old_logprobs"]
@@ -709,9 +710,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -785,7 +786,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):
@@ -929,14 +932,25 @@ def save_checkpoint(run_dir, iteration, state):
         os.fsync(file)
 
 
+def merged_weights(policy):
+    """The weights of the model by their names in it, with W + alpha/r B A in place of W."""
+    model = policy.get_base_model()
+    weights = {name.replace(".base_layer", ""): x for name, x in model.state_dict().items()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            W = layer.get_base_layer().weight
+            weights[f"{name}.weight"] = (W + layer.get_delta_weight("default")).detach()
+    return {name: x for name, x in weights.items() if "lora_" not in name}
+
+
 def save_model(run_dir, policy, tokenizer):
     """Write model/, which is complete or absent."""
     with replacing(run_dir / "model") as folder:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
         policy.save_pretrained(folder / "adapter")
         # In float32, since a bfloat16 sum would be rounded; on the CPU, since it may not fit on the GPU.
-        policy = policy.cpu().float().merge_and_unload()
-        policy.save_pretrained(folder)
+        policy.cpu().float()
+        policy.get_base_model().save_pretrained(folder, state_dict=merged_weights(policy))
         tokenizer.save_pretrained(folder)
         shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
     run_lock(run_dir).release()

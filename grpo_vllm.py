@@ -4,7 +4,7 @@
 #                 "vllm==0.32.0"]  # needs transformers < 5.20
 # ///
 # variant of grpo.py
-"""GRPO with vLLM: its engine samples in the same process, and receives the new weights after each update.
+"""GRPO with vLLM: its engine samples in the same process, and gets the weights of the policy before it does.
 
 Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
 exactly pi_theta's. The responses come from vLLM, so pi_old is its distribution, and the ratio corrects for
@@ -87,7 +87,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of vLLM and autocast; the trained weights are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -234,27 +234,29 @@ def start_engine(args, policy, max_length):
             logprobs_mode="processed_logprobs",  # divided by the temperature
             # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
             hf_overrides={"tie_word_embeddings": False},
-            enforce_eager=policy.device.type == "cpu",  # no compilation on a CPU
+            enforce_eager=args.device == "cpu",  # no compilation on a CPU
             distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
         )
-        sync_weights(engine, policy)
     return engine
 
 
-def sync_weights(engine, policy):
-    """Copy the policy's weights into vLLM, and drop what it has cached with the old ones."""
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": policy.state_dict().items()})
-    check(engine.reset_prefix_cache(), "vLLM could not drop prompts cached with the old weights")
+def sync_weights(policy):
+    """Copy the policy's weights into its engine, and drop what that has cached with the old ones."""
+    weights = dict(policy.named_parameters(remove_duplicate=False))  # a tied one under both of its names
+    with torch.no_grad():
+        policy.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
+    check(policy.engine.reset_prefix_cache(), "vLLM could not drop prompts cached with the old weights")
 
 
-def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
+def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
     Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. old_logprobs
-    are those that were sampled from, as vLLM computes them.
+    are those that were sampled from, as vLLM computes them, with the weights that the model has now.
     """
     import vllm  # start_engine has set its variables
 
+    sync_weights(model)
     device = model.device
     prompt_ids, prompt_mask = left_pad(prompts, device)
     P = prompt_ids.shape[1]
@@ -282,7 +284,7 @@ def generate(engine, model, tokenizer, prompts, args, samples_per_prompt=1, gree
         for seed in seeds
     ]
     requests = [{"prompt_token_ids": ids} for ids in prompts]
-    results = engine.generate(requests, settings, use_tqdm=False)
+    results = model.engine.generate(requests, settings, use_tqdm=False)
     responses = [response for result in results for response in result.outputs]  # B of them
 
     for row, response in enumerate(responses):
@@ -393,23 +395,23 @@ def main(args):
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
+    longest_prompt = max(len(row["prompt_ids"]) for row in dataset + (eval_dataset or []))
+    policy.engine = start_engine(args, policy, longest_prompt + args.max_response_length)
     reward = load_reward(args, "reward", device)
     eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    longest_prompt = max(len(row["prompt_ids"]) for row in dataset + (eval_dataset or []))
-    engine = start_engine(args, policy, longest_prompt + args.max_response_length)
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
-    sync_weights(engine, policy)  # a checkpoint may have changed them
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
     if eval_dataset and start == 0:
-        metrics, samples = evaluate(args, engine, policy, tokenizer, eval_reward, eval_dataset)
+        metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, 0, metrics, samples)
 
     for iteration in range(start + 1, args.num_iterations + 1):
@@ -420,7 +422,7 @@ def main(args):
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        rollout = generate(engine, policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
+        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
@@ -462,7 +464,6 @@ def main(args):
                         stats[name] += value
 
                 grad_norms.append(optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor))
-        sync_weights(engine, policy)
 
         # 8. Metrics, over all ranks
         response_tokens = total(rollout["response_mask"])
@@ -494,7 +495,7 @@ def main(args):
             samples = describe(tokenizer, rows, rollout, args.samples_per_prompt)
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             # Prints and logs the held-out samples instead of those above
-            eval_metrics, samples = evaluate(args, engine, policy, tokenizer, eval_reward, eval_dataset)
+            eval_metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
             metrics |= eval_metrics
         log(args, run_dir, iteration, metrics, samples)
         if is_last or (args.save_every and iteration % args.save_every == 0):
@@ -503,7 +504,7 @@ def main(args):
     # 10. The result, a folder that from_pretrained opens
     if RANK == 0:
         save_model(run_dir, policy, tokenizer)
-    engine.llm_engine.engine_core.shutdown()  # ends the process group, too
+    policy.engine.llm_engine.engine_core.shutdown()  # ends the process group, too
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -547,8 +548,6 @@ def check_args(args):
     """Refuse numbers that cannot work before anything is loaded."""
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
     positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
-    positive += ["kv_cache_gib"]
-    check(0.01 <= args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0.01 to 2")
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             check(0 <= value < math.inf, f"--{name} {value}: use a finite number, 0 or more")
@@ -562,6 +561,8 @@ def check_args(args):
     local_batch = args.batch_size // WORLD_SIZE
     divisor = f"use a divisor of {local_batch}, the responses of a rank"
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
+    check(0.01 <= args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0.01 to 2")
+    check(args.kv_cache_gib > 0, f"--kv_cache_gib {args.kv_cache_gib}: use a number above 0")
     toy_flags = ["learning_rate", "max_response_length", "dtype"]
     unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
     if unchanged and args.model != Args.model:
@@ -721,9 +722,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -797,7 +798,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):
@@ -807,7 +810,7 @@ def describe(tokenizer, rows, rollout, samples_per_prompt=1):
     return [{"prompt": row["prompt"], "response": text, "score": x} for row, text, x in parts]
 
 
-def evaluate(args, engine, policy, tokenizer, reward, dataset):
+def evaluate(args, policy, tokenizer, reward, dataset):
     """The mean score of greedy responses for each value of the column `group`, over all ranks; samples."""
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
@@ -815,8 +818,7 @@ def evaluate(args, engine, policy, tokenizer, reward, dataset):
     size = 4 * args.batch_size // WORLD_SIZE
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
-        prompt_ids = [row["prompt_ids"] for row in rows]
-        rollout = generate(engine, policy, tokenizer, prompt_ids, args, greedy=True)
+        rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
         scores[first : first + len(rows)] = rollout["raw_scores"]
         samples = samples or describe(tokenizer, rows, rollout)

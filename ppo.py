@@ -186,14 +186,17 @@ def value_loss(args, batch, values, num_tokens):
     return loss, {"value_loss": loss.detach()}
 
 
-def critic_values(critic, batch):
-    """Values (b, T): the critic's estimate before each response token is read, 0 on padding."""
-    T = batch["response_mask"].shape[1]
-    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
-    hidden_states = critic["decoder"](**inputs, use_cache=False).last_hidden_state  # (b, P+T, H)
-    before = hidden_states[:, -T - 1 : -1]  # (b, T, H)
-    values = (before * critic["head"].weight).sum(2)  # no matmul, which autocast would round to bfloat16
-    return values * batch["response_mask"]
+class Critic(torch.nn.ModuleDict):
+    """A decoder, and a head that makes a value of each of its hidden states."""
+
+    def forward(self, batch):
+        """Values (b, T): the estimate before each response token is read, 0 on padding."""
+        T = batch["response_mask"].shape[1]
+        inputs = model_inputs(batch["sequences"], batch["attention_mask"])
+        hidden_states = self["decoder"](**inputs, use_cache=False).last_hidden_state  # (b, P+T, H)
+        before = hidden_states[:, -T - 1 : -1]  # (b, T, H)
+        values = (before * self["head"].weight).sum(2)  # no matmul, which autocast would round to bfloat16
+        return values * batch["response_mask"]
 
 
 @torch.no_grad()
@@ -203,7 +206,7 @@ def rollout_values(args, critic, rollout):
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
         with autocast(args):
-            values = critic_values(critic, batch)  # (b, T), but T of the micro-batch
+            values = critic(batch)  # (b, T), but T of the micro-batch
         result[part, : values.shape[1]] = values
     return result
 
@@ -214,10 +217,10 @@ def load_critic(args, policy, tokenizer, device):
         auto_class = transformers.AutoModelForSequenceClassification
         model, its_tokenizer = load_model(args, "reward", auto_class, device)
         if tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
-            return torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": model.score})
+            return Critic({"decoder": model.get_decoder(), "head": model.score})
     head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False, device=device)
     torch.nn.init.zeros_(head.weight)
-    return torch.nn.ModuleDict({"decoder": copy.deepcopy(policy.get_decoder()), "head": head})
+    return Critic({"decoder": copy.deepcopy(policy.get_decoder()), "head": head})
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -431,7 +434,8 @@ def main(args):
     critic_optimizer = torch.optim.AdamW(critic.parameters(), weight_decay=0.0, fused=True)
     state |= {"critic": critic, "critic_optimizer": critic_optimizer}
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -497,7 +501,7 @@ def main(args):
 
                     # The critic learns from the same micro-batch.
                     with autocast(args):
-                        values = critic_values(critic, batch)  # (b, T), with gradient
+                        values = critic(batch)  # (b, T), with gradient
                     critic_loss, critic_stats = value_loss(args, batch, values, num_tokens)
                     critic_loss.backward()
                     stats["value_loss"] += critic_stats["value_loss"]
@@ -772,9 +776,9 @@ def load_reward(args, flag, device):
         except SystemExit as error:  # which would end the run without a word
             raise RuntimeError(f"{where} called sys.exit") from error
         count = len(completions)
-        with explain(where, "return a number for each completion"):
+        with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape == (count,) and scores.isfinite().all()
+        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
         check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
         return scores.tolist()
 
@@ -848,7 +852,9 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    return torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
+    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
+    return scores.sum(1)
 
 
 def describe(tokenizer, rows, rollout, samples_per_prompt=1):

@@ -13,7 +13,8 @@ def ours(script):
     """A script, as a module."""
 
     def function(case):
-        args, rollout = SimpleNamespace(**case), tensors_of(case)
+        flags = {key: x.tolist() if hasattr(x, "tolist") else x for key, x in case.items()}
+        args, rollout = SimpleNamespace(**flags), tensors_of(case)
         mask = rollout["response_mask"]
         rollout = {key: x * mask if x.shape == mask.shape else x for key, x in rollout.items()}
         rollout |= script.compute_advantages(args, rollout)

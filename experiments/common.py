@@ -13,6 +13,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -120,12 +121,13 @@ def defaults(script: str) -> dict[str, str]:
 
 
 def words_of(flags: dict) -> list[str]:
-    """A command line of these flags; True stands for a flag without a value."""
+    """A command line of these flags; True stands for a flag without a value, a list for several values."""
     words = []
     for name, value in flags.items():
         words.append(f"--{name}")
-        if value is not True:
-            words.append(f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value))
+        for x in value if isinstance(value, list) else [value]:
+            if x is not True:
+                words.append(f"{x:g}".replace("e-0", "e-") if isinstance(x, float) else str(x))
     return words
 
 
@@ -252,3 +254,13 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: list[dict]) -> Non
         print("| " + " | ".join(line) + " |")
     print()
     print_provenance(rows)
+
+
+def print_commands(*commands: list[str]) -> None:
+    """Print commands as a code block, whose lines end before a flag."""
+    print("\n```")
+    for words in commands:
+        text = shlex.join(words).replace(" ", "\xa0").replace("\xa0--", " --")
+        lines = textwrap.wrap(text, 114, break_long_words=False, break_on_hyphens=False)
+        print(" \\\n    ".join(lines).replace("\xa0", " "))
+    print("```\n")

@@ -33,12 +33,18 @@ def reward(completions, prompts, **columns):
 
 def right_or_wrong(completions, **columns):
     """1 or 0, for the scripts that take nothing else."""
-    return [float(len(text.split()) % 2) for text in completions]
+    return [float(len(text) % 3 == 0) for text in completions]
 
 
 def reward_of_threes(completions, prompts, **columns):
     """Differs where the prompt begins with 3, and is the same for all others."""
     return [float(len(text) % 3) if prompt[0] == "3" else 1.0 for prompt, text in zip(prompts, completions)]
+
+
+def two_rewards(completions, prompts, **columns):
+    """Two numbers that differ from response to response, with that sum."""
+    parts = [float(text.count("3")) for text in completions]
+    return [[x - y, y] for x, y in zip(reward(completions, prompts), parts)]
 
 
 def fixed_response(ids: list[int], number: int) -> list[int]:
@@ -143,7 +149,8 @@ class Recorder:
         mask = rollout["response_mask"]
         for row, row_mask in zip(result["advantages"], mask):
             self.seen["advantages"].append(row[row_mask].tolist())
-        scores = [rollout[name].tolist() for name in ("scores", "greedy_scores") if name in rollout]
+        scores = [rollout[name] for name in ("scores", "greedy_scores") if name in rollout]
+        scores = [x.view(len(mask), -1).sum(1).tolist() for x in scores]  # in gdpo.py several for each
         self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
         self.seen["kl_errors"].append(float((rollout["kl"] - kl)[mask].abs().max()))
@@ -197,7 +204,7 @@ def main(out: str, cases: str) -> None:
     torch.save(results, f"{out}.{RANK}.pt")
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
-    if not any(case["script"] == "grpo_fsdp" for case in cases):  # its device mesh keeps the process group
+    if not any("fsdp" in case["script"] for case in cases):  # its device mesh keeps the process group
         check_gloo_ended()
 
 

@@ -93,6 +93,15 @@ def reinforce_pp_baseline_advantages(args, rollout):
     return [x / std for x in centered]
 
 
+def gdpo_advantages(args, rollout):
+    rewards = list(zip(*rollout["scores"].tolist()))  # for each reward the scores of all responses
+    sums = [0.0] * len(rollout["scores"])
+    for weight, scores in zip(args.reward_weights or [1.0] * len(rewards), rewards, strict=True):
+        for i, x in enumerate(normalized(list(scores), args)):
+            sums[i] += weight * x
+    return whitened([sums])[0]
+
+
 def maxrl_advantages(args, rollout):
     advantages = []
     for group in groups(rollout["scores"].tolist(), args):
@@ -151,6 +160,11 @@ def distill_advantages(args, rollout):
     return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
 
 
+def sdpo_advantages(args, rollout):
+    pairs = zip(rows_of("teacher_logprobs", rollout), rows_of("old_logprobs", rollout))
+    return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
+
+
 def generalized_advantages(args, rollout) -> tuple[list[list[float]], list[list[float]]]:
     """A_t as the sum over s >= t of lambda^(s-t) delta_s, as in the paper, and the targets A_t + V_t."""
     advantages, targets = [], []
@@ -202,7 +216,7 @@ def remax_loss(args, batch, new, num_sequences, num_tokens):
 
 
 rloo_loss = raft_loss = maxrl_loss = opo_loss = reinforce_loss
-distill_loss = remax_loss
+distill_loss = sdpo_loss = remax_loss
 
 
 def clipped(args, ratio, advantage: float):
@@ -253,6 +267,9 @@ def grpo_loss(args, batch, new, num_sequences, num_tokens):
         loss = loss + (args.kl_coef * k3 - objective) / token.length / num_sequences
         count += is_constant
     return loss, count / num_tokens
+
+
+gdpo_loss = grpo_loss  # its kl_coef is 0
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):

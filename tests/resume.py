@@ -1,6 +1,9 @@
 """Kill or interrupt a training run at a bad moment, and compare the folders of two runs.
 
-resume.py run-and-kill MOMENT:N SCRIPT FLAGS...     what `start` starts: rank 0 dies at the N-th moment of this kind
+    resume.py run-and-kill KILL SCRIPT FLAGS...        what `start` starts
+
+KILL is a moment and a number: with "torn line:3", rank 0 writes half of the third line of metrics.jsonl and dies. The
+other moments are "torn checkpoint", "before rename" (of a checkpoint) and "half a model".
 """
 
 import io

@@ -74,10 +74,16 @@ def make_rollout(seed: int, k: int) -> dict:
         "greedy_scores": greedy_scores,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "teacher_logprobs": -numbers[2].abs(),
         "kl": old_logprobs - ref_logprobs,
         "values": numbers[2],
         "advantages": numbers[3],
     }
+
+
+def with_two_rewards(rollout: dict) -> dict:
+    """For gdpo.py: a second score of each response, of another scale."""
+    return rollout | {"scores": torch.stack([rollout["scores"], 9 * rollout["greedy_scores"]], dim=1)}
 
 
 @each_script
@@ -86,11 +92,15 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
     for seed, k in product(range(2), ks_of(name)):
         args = make_args(name, kl_coef=beta, samples_per_prompt=k, max_response_length=9, overlong_buffer=4)
         rollout = make_rollout(seed, k)
+        equal = 1 / 3
         if is_for_0_and_1(name):
             rollout["scores"] = (rollout["scores"] > 0).double()
-        rollout["scores"][-k:] = (
-            1.0 if is_for_0_and_1(name) else 1 / 3
-        )  # one group whose scores are all equal
+            equal = 1.0
+        if name == "gdpo":
+            rollout = with_two_rewards(rollout)
+            rollout["scores"][:k, 1] = 1 / 3  # one group that differs in the first reward only
+            args.reward_weights = [None, [1.0, 0.25]][seed % 2]
+        rollout["scores"][-k:] = equal  # one group whose scores are all equal
         attached = {key: x.clone().requires_grad_(x.is_floating_point()) for key, x in rollout.items()}
         for key, result in MODULES[name].compute_advantages(args, attached).items():
             values = getattr(references, f"{name}_{key}")(args, rollout)
@@ -164,7 +174,10 @@ BASE["response_mask"][:2] = True
 def advantages_of(name: str, **changes) -> torch.Tensor:
     """Of the first group."""
     args = make_args(name, samples_per_prompt=8, kl_coef=0.5, max_response_length=9, overlong_buffer=0)
-    return MODULES[name].compute_advantages(args, BASE | changes)["advantages"][:8]
+    rollout = BASE | changes
+    if name == "gdpo":  # with one reward, the std of the batch is always the same
+        rollout = with_two_rewards(rollout)
+    return MODULES[name].compute_advantages(args, rollout)["advantages"][:8]
 
 
 def loss_of(name: str, num_sequences=5, num_tokens=7, max_response_length=9, **changes) -> torch.Tensor:

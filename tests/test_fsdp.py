@@ -16,10 +16,9 @@ def runs(request, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("fsdp")
     heldout = write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[:5])
-    flags = {"batch_size": 48, "num_iterations": 3, "max_grad_norm": 0.1}
-    flags |= {"eval_dataset": heldout, "eval_every": 2}
-    half = {"dtype": "bfloat16", "gradient_checkpointing": True, "batch_size": 48, "num_iterations": 3}
-    half["eval_every"] = 0
+    common = {"batch_size": 48, "num_iterations": 3, "max_response_length": 12}
+    flags = common | {"max_grad_norm": 0.1, "eval_dataset": heldout, "eval_every": 2}
+    half = common | {"dtype": "bfloat16", "gradient_checkpointing": True, "eval_every": 0}
     stopped = half | {"run_dir": folder / "resumed", "num_iterations": 2}
     resumed = half | {"run_dir": folder / "resumed"}
     cases = [{"script": "grpo", "sample": True, "flags": flags}]

@@ -11,8 +11,9 @@ from conftest import ROOT, read_jsonl, write_jsonl
 from stages import PAIRS
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from zoo import make_model, make_tokenizer, recorded, run, save
+from zoo import make_model, make_tokenizer, recorded, refused, run, save
 
+import gdpo
 import grpo
 import ppo
 import reward_model
@@ -254,6 +255,48 @@ def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp
         shares.append(sum(len(set(group)) == 1 for group in groups) / len(groups))
         assert line["equal_groups"] == shares[-1]
     assert len(set(shares)) > 1
+
+
+TWO_REWARDS = """
+def two(completions, **_): return [[3.0 + len(x), -2.0 * x.count("3")] for x in completions]
+def ragged(completions, **_): return [[1.0, 2.0]] + [[1.0]] * (len(completions) - 1)
+"""
+
+
+def test_several_rewards_count_as_their_sum(tmp_path, capsys):
+    """In every script, in evaluation too. A list that is shorter than the others is refused."""
+    (tmp_path / "mine.py").write_text(TWO_REWARDS)
+    expected = [3.0 + len(text) - 2.0 * text.count("3") for text in RESPONSES]
+    assert scores(f"{tmp_path}/mine.py:two").tolist() == expected
+    said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:ragged", run_dir=tmp_path / "run")
+    assert "mine.py:ragged" in said and "a list of numbers, for each completion" in said
+
+
+def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys):
+    """equal_groups and score are those of the sum."""
+    (tmp_path / "mine.py").write_text(TWO_REWARDS)
+    advantages = recorded(monkeypatch, gdpo, "compute_advantages")
+    flags = {"reward": f"{tmp_path}/mine.py:two", "num_iterations": 1, "eval_every": 1}
+    flags |= {"eval_dataset": write_jsonl(tmp_path / "e.jsonl", [{"prompt": "3 ?"}])}
+    processing = {"missing_eos_penalty": 0.5, "reward_scale": 2.0, "reward_clip": 20.0}
+    run("gdpo", run_dir=tmp_path / "run", max_response_length=4, **flags, **processing)
+    ((_, rollout), _), (_, line) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    raw = rollout["all_scores"]
+    assert 0 < rollout["truncated"].sum() < 16 and raw.shape == (16, 2) and (raw.std(0) > 0).all()
+    torch.testing.assert_close(rollout["raw_scores"], raw.sum(1))
+    expected = (2 * (raw - 0.5 * rollout["truncated"][:, None])).clamp(-20, 20)
+    torch.testing.assert_close(rollout["scores"], expected)
+    means = [line["score/0"], line["score/1"], line["score"]]
+    assert means == pytest.approx([*raw.mean(0).tolist(), raw.sum(1).mean().item()])
+
+    # As many rewards as columns of tokens, and rows that have no token in the last of these
+    rollout["scores"] = torch.arange(16.0 * rollout["response_mask"].shape[1]).view(16, -1)
+    for part, batch in gdpo.micro_batches(rollout, torch.arange(16), 1):
+        assert torch.equal(batch["scores"], rollout["scores"][part])
+        assert torch.equal(batch["all_scores"], raw[part])
+
+    said = refused(capsys, run, "gdpo", run_dir=tmp_path / "other", reward_weights=0.5, **flags)
+    assert "--reward_weights [0.5]: give 2, one for each reward" in said
 
 
 @pytest.mark.parametrize("script", ["grpo", "remax"])

@@ -145,10 +145,10 @@ def test_micro_batches_cut_padding_and_group_similar_lengths():
 def test_the_critic_knows_positions_without_padding():
     """Each value of a padded batch, by a model of absolute positions, is that of its sequence alone."""
     model, head = make_model("gpt2"), torch.nn.Linear(32, 1, bias=False)
-    critic = torch.nn.ModuleDict({"decoder": model.get_decoder(), "head": head})
+    critic = ppo.Critic({"decoder": model.get_decoder(), "head": head})
     rollout = generate(model, max_response_length=9)
     with torch.no_grad():
-        values = ppo.critic_values(critic, rollout)
+        values = critic(rollout)
         for i, n in enumerate(rollout["response_mask"].sum(1)):
             hidden = model.get_decoder()(attended(rollout, i)[None]).last_hidden_state[0, -n - 1 : -1]
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
@@ -254,10 +254,11 @@ def test_each_epoch_has_every_prompt_once_in_a_new_order():
     assert grpo.choose_rows(grpo.Args(seed=2), dataset, 4, 1) != epochs[0][:4]
 
 
-def test_a_step_is_no_longer_than_max_grad_norm():
+def test_a_step_is_no_longer_than_max_grad_norm_and_leaves_no_gradient():
     layer = torch.nn.Linear(3, 1, bias=False)
     before = layer.weight.detach().clone()
     layer(torch.full((1, 3), 100.0)).sum().backward()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer, 1.0)
     assert norm > 100 and (layer.weight - before).norm().item() == pytest.approx(0.1, rel=1e-3)
+    assert layer.weight.grad is None  # or the next step would add to it

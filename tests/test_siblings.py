@@ -48,9 +48,11 @@ def test_a_script_stands_alone(path):
     metadata = re.search(r"\A# /// script\n(.*?)^# ///$", source, re.MULTILINE | re.DOTALL)
     pins = re.findall(r'"([\w.-]+==[^"]+)"', metadata.group(1))
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    own = {"grpo_lora": ["peft==0.21.2"], "grpo_vllm": ["vllm==0.32.0"]}.get(path.stem, [])
+    features = sync.features_of(path.stem)
+    own = [{"lora": "peft==0.21.2", "vllm": "vllm==0.32.0"}.get(feature) for feature in features]
+    own = [pin for pin in own if pin]
     shared = [line for line in lines if "==" in line and not line.startswith("#")]
-    if path.stem == "grpo_vllm":  # vLLM needs an older transformers
+    if "vllm" in features:  # vLLM needs an older transformers
         shared = [line for line in shared if not line.startswith("transformers")]
         assert '"transformers<' in metadata.group(1)
     assert pins == shared + own
@@ -127,8 +129,8 @@ def test_a_variant_has_its_parents_estimator(name):
     """To the byte; and of the skeleton only the lines of the feature differ."""
     source, parent = SCRIPTS[name], SCRIPTS[VARIANTS[name]]
     assert sync.OWN.findall(source)[1] == sync.OWN.findall(parent)[1]
-    limits = {"grpo_lora": 55, "grpo_fsdp": 100, "grpo_vllm": 150, "reinforce_pp_tools": 90}
-    assert len(changed(VARIANTS[name], name)) <= limits[name]
+    limits = {"fsdp": 110, "lora": 60, "vllm": 145, "tools": 90, "async": 120}
+    assert len(changed(VARIANTS[name], name)) <= sum(limits[feature] for feature in sync.features_of(name))
 
 
 def test_every_mutant_still_applies(tmp_path):

@@ -20,7 +20,7 @@ def test_same_seed_same_files(tmp_path):
 
 def test_tokenizer_is_the_one_that_is_made(tmp_path):
     make_toy.make_tokenizer().save_pretrained(tmp_path)
-    for model in ("base", "policy", "reward_model"):
+    for model in ("base", "policy", "hinted", "reward_model"):
         assert (TOY / model / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOY / "policy")
     text = "think 3 + 5 = 8 - 2 = 6 answer 6"

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers
+import variant
 from conftest import ROOT, launch, words_of
 from resume import without_clock
 from zoo import WORDS, make_model, make_tokenizer, run, save
@@ -23,7 +24,7 @@ ARGS = script.Args(max_response_length=24, temperature=0.7, kv_cache_gib=0.1)
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
-def models(request, tmp_path_factory):
+def policy(request, tmp_path_factory):
     """A small Llama with heads of 32, and vLLM with its weights."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"vocab_size": len(WORDS), "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": 2}
@@ -35,9 +36,9 @@ def models(request, tmp_path_factory):
     args = copy.copy(ARGS)
     args.model = str(folder)
     policy, _ = script.load_model(args, "model", transformers.AutoModelForCausalLM, torch.device("cpu"))
-    engine = script.start_engine(args, policy, 480)
-    yield policy, engine
-    engine.llm_engine.engine_core.shutdown()
+    policy.engine = script.start_engine(args, policy, 480)
+    yield policy
+    policy.engine.llm_engine.engine_core.shutdown()
 
 
 def change(policy):
@@ -47,13 +48,11 @@ def change(policy):
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def test_logprobs_are_those_of_the_policy_after_every_sync(models):
-    policy, engine = models
+def test_logprobs_are_those_of_the_policy_after_every_sync(policy):
     torch.manual_seed(1)
     for _ in range(4):
         change(policy)
-        script.sync_weights(engine, policy)
-        rollout = script.generate(engine, policy, TOKENIZER, IDS, ARGS, samples_per_prompt=4)
+        rollout = script.generate(policy, TOKENIZER, IDS, ARGS, samples_per_prompt=4)
         with torch.no_grad():
             expected = script.token_logprobs(policy, rollout, ARGS.temperature)
         difference = (rollout["old_logprobs"] - expected).abs().max()
@@ -61,29 +60,27 @@ def test_logprobs_are_those_of_the_policy_after_every_sync(models):
         assert expected.min() < -3  # not all of them are near 0
 
 
-def test_the_output_layer_has_weights_of_its_own(models):
+def test_the_output_layer_has_weights_of_its_own(policy):
     """Some CPUs, such as those with AMX, use a packed copy of the weights. vLLM does not update that of a tied one."""
-    _, engine = models
-    [is_tied] = engine.apply_model(lambda model: model.lm_head.weight is model.model.embed_tokens.weight)
+    [is_tied] = policy.engine.apply_model(
+        lambda model: model.lm_head.weight is model.model.embed_tokens.weight
+    )
     assert not is_tied
 
 
-def test_greedy_responses_are_those_of_grpo(models):
-    policy, engine = models
+def test_greedy_responses_are_those_of_grpo(policy):
     torch.manual_seed(2)
     change(policy)
-    script.sync_weights(engine, policy)
-    ours = script.generate(engine, policy, TOKENIZER, IDS, ARGS, greedy=True)
+    ours = script.generate(policy, TOKENIZER, IDS, ARGS, greedy=True)
     expected = grpo.generate(policy, TOKENIZER, IDS, ARGS, greedy=True)
     for name in ("sequences", "attention_mask", "response_mask", "truncated"):
         assert torch.equal(ours[name], expected[name]), name
 
 
-def test_a_rollout_has_the_shapes_and_masks_of_grpo(models):
+def test_a_rollout_has_the_shapes_and_masks_of_grpo(policy):
     """Padding is 0, a response is masked after its EOS, and only one without EOS is truncated."""
-    policy, engine = models
     torch.manual_seed(3)
-    ours = script.generate(engine, policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
+    ours = script.generate(policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
     theirs = grpo.generate(policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
     assert ours.keys() == theirs.keys()
     assert all(x.shape == theirs[name].shape and x.dtype == theirs[name].dtype for name, x in ours.items())
@@ -98,16 +95,27 @@ def test_a_rollout_has_the_shapes_and_masks_of_grpo(models):
     assert not ours["old_logprobs"][~mask].any() and not ours["sequences"][:, -T:][~mask].any()
 
 
-def test_seeds(models):
+def test_seeds(policy):
     """Torch's seed decides the responses. Those to a prompt, or to a prompt that is there twice, all differ."""
-    policy, engine = models
     rollouts = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        rollout = script.generate(engine, policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
+        rollout = script.generate(policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
         rollouts.append(rollout["sequences"])
     assert torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[0], rollouts[2])
     assert len(rollouts[0].unique(dim=0)) == 16
+
+
+def test_the_distribution_that_is_sampled_from(policy):
+    """The shares of the first tokens of 4,000 responses are the probabilities at the temperature."""
+    torch.manual_seed(7)
+    change(policy)
+    args = script.Args(max_response_length=1, temperature=0.7)
+    rollout = script.generate(policy, TOKENIZER, IDS[:2], args, samples_per_prompt=2000)
+    for tokens, ids in zip(rollout["sequences"][:, -1].view(2, -1), IDS):
+        logits = policy(torch.tensor([ids])).logits[0, -1] / args.temperature
+        shares = tokens.bincount(minlength=len(WORDS)) / len(tokens)
+        assert (shares - logits.softmax(-1)).abs().max() < 4 * math.sqrt(0.25 / len(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +159,17 @@ def test_it_learns_the_toy(toy, tmp_path):
     scores = [line["score"] for line in metrics]
     assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.7
     assert abs(metrics[0]["kl"]) < 1e-5 and metrics[-1]["kl"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rloo_lora_vllm", "rloo_fsdp_vllm", "remax_vllm", "ppo_vllm", "dapo_vllm"])
+def test_other_scripts_take_vllm(name, toy, tmp_path, monkeypatch):
+    """After updates, too, the log-probs are the policy's: vLLM has its weights, with the adapter and all parts."""
+    source = variant.combine(name.split("_")[0], name.split("_")[1:])
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(name, num_iterations=3, max_response_length=20, model=toy, kv_cache_gib=0.1, run_dir=tmp_path / "run")
+    metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["logprob_difference"] < 1e-5 for line in metrics) and metrics[0]["grad_norm"] > 0
 
 
 def test_stopped_and_resumed_it_ends_with_the_same_bits(toy, tmp_path):

@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "    # --- estimator: begin"
-# A variant is its parent with a system feature.
-VARIANT = re.compile(r"^# variant of (\w+)\.py$", re.MULTILINE)
+# A variant is its parent with a system feature. The marker of one that variant.py made names its features.
+VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "remax": 6, "dapo": 10, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
@@ -37,6 +37,20 @@ def variants(root: Path = ROOT) -> dict[str, str]:
     return {name: match[1] for name, match in found.items() if match}
 
 
+def features(root: Path = ROOT) -> dict[str, str]:
+    """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
+    made = [name for name in variants(root) if VARIANT.search((root / f"{name}.py").read_text())[2]]
+    return {name.rpartition("_")[2]: name for name in variants(root) if name not in made}
+
+
+def features_of(name: str, root: Path = ROOT) -> list[str]:
+    """The features that a script has."""
+    marker = VARIANT.search((root / f"{name}.py").read_text())
+    if marker and marker[2]:
+        return marker[2].split(", ")
+    return [feature for feature, variant in features(root).items() if variant == name]
+
+
 def skeleton(source: str) -> str:
     """The source with docstring and estimator block replaced by a line each."""
     bare, count = OWN.subn("# own", source)
@@ -45,14 +59,14 @@ def skeleton(source: str) -> str:
     return bare
 
 
-def merge(mine: str, before: str, after: str) -> str | None:
-    """mine with the change from before to after, or None where they conflict."""
+def merge(mine: str, before: str, after: str) -> tuple[str, bool]:
+    """mine with the change from before to after, and whether they do not conflict. The text has the conflicts."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in {"mine": mine, "before": before, "after": after}.items():
             Path(folder, name).write_text(text)
         command = ["git", "merge-file", "-p", "mine", "before", "after"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return result.stdout if result.returncode == 0 else None
+    return result.stdout, result.returncode == 0
 
 
 def pin(source: str, requirements: str) -> str:
@@ -74,8 +88,8 @@ def sync(root: Path) -> int:
     merged, conflicts = {}, []
     for name in [*scripts, *parents]:
         mine = skeleton(sources[name])
-        bare = merge(mine, before, after)
-        if bare is None or (name in copies and bare != after):  # an edit made in a copy is not overwritten
+        bare, is_clean = merge(mine, before, after)
+        if not is_clean or (name in copies and bare != after):  # an edit made in a copy is not overwritten
             conflicts.append(name)
             continue
         docstring, _ = OWN.findall(sources[name])

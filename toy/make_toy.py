@@ -145,6 +145,18 @@ def make_data(seed: int) -> dict[str, list[dict]]:
     }
 
 
+def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
+    """The demonstrations, each followed by one with a right response of its style before the prompt, to be repeated."""
+    rows = []
+    for row in demonstrations:
+        chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
+        hint = f"answer {value(chain)}"
+        if row["completion"].startswith("think"):
+            hint = worked_out(rng, chain, slip_rate=0.0)
+        rows += [row, {"prompt": f"{hint} {row['prompt']}", "completion": hint}]
+    return rows
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -196,6 +208,10 @@ def main(seed: int = 0, out: Path = HERE) -> None:
         train("sft.py", out / "base", seed, *flags, *CURRICULUM_FLAGS)
     flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
     train("sft.py", out / "policy", seed, *flags)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_jsonl(Path(scratch) / "hints.jsonl", with_hints(random.Random(seed), data["demonstrations"]))
+        flags = ["--model", str(out / "base"), "--dataset", str(Path(scratch) / "hints.jsonl")]
+        train("sft.py", out / "hinted", seed, *flags)
     flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
     flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]
     train("reward_model.py", out / "reward_model", seed, *flags)

@@ -16,7 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
-FIRST = ["toy", "estimators"]  # of the guide; the other pages of docs/ follow
+FIRST = [
+    "bugs",
+    "exact",
+    "toy",
+    "estimators",
+]  # of the guide; the other pages of docs/ follow, except learn.md
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
@@ -128,9 +133,10 @@ def write_compare_and_playground(names: list[str], matrix: str) -> None:
 
 
 def write_settings(names: list[str]) -> None:
-    guide = FIRST + sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(FIRST))
+    guide = FIRST + sorted({path.stem for path in ROOT.glob("docs/*.md")} - {"learn", *FIRST})
     nav = [
         {"Home": "index.md"},
+        {"Learn": "learn.md"},
         {"Compare": "compare.md"},
         {"Playground": "playground.md"},
         {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},

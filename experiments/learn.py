@@ -1,0 +1,136 @@
+"""The runs of docs/learn.md: the toy with each script of the ladder, its predictions, and its edits that break it.
+
+    python experiments/learn.py          12 minutes on one core
+
+A row has the score of each iteration, and of every metric the mean of the first and of the last third of the run. The
+page prints these, the diffs of the ladder, and what tools/explain.py computes.
+"""
+
+import difflib
+import re
+from pathlib import Path
+
+import common
+import sync
+import tyro
+from common import PATCHES, ROOT, curve, label, load, mean, print_commands, run_all, words_of
+
+KEYS = ("score", "kl", "response_length", "equal_groups", "clip_fraction", "grad_norm", "truncated")
+SHORT = {"num_iterations": 30}
+ONE = {"num_iterations": 1}
+EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
+NO_CRITIC = {"gae_lambda": 1, "critic_learning_rate": 0}
+# Script, flags, patches, by the name that the page uses
+RUNS = {
+    "reinforce": ("reinforce", SHORT, []),
+    "reinforce broken": ("reinforce", SHORT, ["baseline_too_low"]),
+    "rloo": ("rloo", SHORT, []),
+    "rloo broken": ("rloo", SHORT, ["groups_across_prompts"]),
+    "dr_grpo": ("dr_grpo", EPOCHS, []),
+    "dr_grpo no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, []),
+    "dr_grpo broken": ("dr_grpo", EPOCHS, ["no_ratio"]),
+    "grpo": ("grpo", SHORT, []),
+    "grpo kl": ("grpo", SHORT | {"kl_coef": 1}, []),
+    "grpo broken": ("grpo", SHORT, ["ratio_to_the_reference"]),
+    "dr_grpo one": ("dr_grpo", ONE, []),
+    "dr_grpo scaled": ("dr_grpo", ONE | {"reward_scale": 100}, []),
+    "baseline one": ("reinforce_pp_baseline", ONE, []),
+    "baseline scaled": ("reinforce_pp_baseline", ONE | {"reward_scale": 100}, []),
+    "baseline kl": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, []),
+    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ["k1_in_the_loss"]),
+    "reinforce_pp": ("reinforce_pp", SHORT, []),
+    "reinforce_pp kl": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, []),
+    "reinforce_pp broken": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, ["kl_is_paid"]),
+    "ppo": ("ppo", SHORT, []),
+    "ppo lambda": ("ppo", SHORT | {"gae_lambda": 0}, []),
+    "ppo no critic": ("ppo", SHORT | NO_CRITIC, []),
+    "ppo broken": ("ppo", SHORT, ["score_on_every_token"]),
+}
+SEEDS = (1, 2)
+
+
+def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: int) -> dict:
+    # Evaluations do not change the training.
+    lines, _ = common.train(script, flags | {"seed": seed, "eval_every": 0}, run_dir, patches=patches)
+    curves = {key: curve(lines, key, 6) for key in KEYS}
+    n = max(1, len(lines) // 3)
+    ends = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
+    return ends | {"scores": [round(x, 3) for x in curves["score"]]}
+
+
+# --- what the page prints ---
+
+
+def code(script: str, *functions: str) -> None:
+    """Print functions of a script."""
+    source = (ROOT / f"{script}.py").read_text()
+    bodies = [re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.M | re.S)[0] for name in functions]
+    print("\n```python\n" + "\n\n\n".join(bodies) + "\n```\n")
+
+
+def rung(a: str, b: str, *functions: str) -> None:
+    """Print the number of lines in which two scripts differ, and how these functions differ."""
+
+    def differ(old: str, new: str) -> list[int]:
+        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
+        return [sum(line.startswith(sign) for line in lines) for sign in "-+"]
+
+    sources = [(ROOT / f"{name}.py").read_text() for name in (a, b)]
+    out, into = differ(*(sync.OWN.findall(source)[1] for source in sources))
+    text = f"`make diff A={a} B={b}`: {out} lines removed and {into} added in the estimator block."
+    _, inserted = differ(*(sync.skeleton(source) for source in sources))
+    print(text + (f" {inserted} lines added elsewhere." if inserted else ""))
+    for function in functions:
+        sync.print_diff(a, b, function)
+
+
+def worked(flags: str) -> None:
+    """Print a command of tools/explain.py, and its table."""
+    import explain
+
+    print(f"`python tools/explain.py {flags}`")
+    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
+
+
+def command(name: str) -> list[str]:
+    script, flags, _ = RUNS[name]
+    return ["python", f"{script}.py", *words_of(flags)]
+
+
+def commands(*names: str) -> None:
+    """Print the commands of these runs."""
+    print_commands(*map(command, names))
+
+
+def edit(name: str) -> None:
+    """Print the lines that the patch of a run changes, and the commands that apply it, run it and undo it."""
+    script, _, [patch] = RUNS[name]
+    lines = (PATCHES / f"{patch}.patch").read_text().splitlines()
+    print("\n```diff", *(line for line in lines if line[0] in "-+"), "```", sep="\n")
+    apply = ["git", "apply", f"experiments/patches/{patch}.patch"]
+    print_commands(apply, command(name), ["git", "restore", f"{script}.py"])
+
+
+def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
+    """Print a line for each run: the score and these metrics, mean of the first third -> of the last."""
+    print(f"\n| run, seeds {' and '.join(map(str, SEEDS))} | " + " | ".join(("score", *keys)) + " |")
+    print("|---|" + "---|" * (1 + len(keys)))
+    for name in names:
+        rows = [row for row in load("learn") if (row["script"], row["flags"], row["patches"]) == RUNS[name]]
+        ends = [
+            [" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows]
+            for key in ("score", *keys)
+        ]
+        print(f"| {label(rows[0])} | " + " | ".join("; ".join(cell) for cell in ends) + " |")
+    print()
+
+
+def main() -> None:
+    cells = []
+    for script, flags, patches in RUNS.values():
+        cells += [{"script": script, "flags": flags, "patches": patches, "seed": seed} for seed in SEEDS]
+    run_all("learn", cells, measure, workers=1)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,112 @@
+"""flash_reinforce_async.py: which weights sample, and how a run ends. Ranks are forks, which need not import torch."""
+
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+import torch
+from common import PATCHES
+from conftest import ROOT, read_jsonl, write_jsonl
+from resume import equal
+from zoo import refused, run
+
+import flash_reinforce
+import flash_reinforce_async as script
+
+FLAGS = {"num_iterations": 5, "micro_batch_size": 4, "learning_rate": 1e-3, "eval_every": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parent(tmp_path_factory):
+    """The folder of a run of flash_reinforce.py on one rank. It has few prompts, since every rank reads them."""
+    folder = tmp_path_factory.mktemp("async")
+    for flag, name, rows in (("dataset", "train", 96), ("eval_dataset", "heldout", 9)):
+        FLAGS[flag] = write_jsonl(folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / f"{name}.jsonl")[:rows])
+    run("flash_reinforce", **FLAGS, run_dir=folder / "run")
+    return folder / "run"
+
+
+def train(module, ranks: int, run_dir, kill=(None, ""), **flags) -> tuple[list[int], list[str]]:
+    """The exit code of each rank, and its stderr. kill names a rank, and a function in whose third call it dies."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    logs = [run_dir.with_suffix(f".{rank}") for rank in range(ranks)]
+
+    def start(rank: int):
+        sys.stderr = logs[rank].open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)
+        os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", MASTER_ADDR="localhost", MASTER_PORT=port)
+        module.RANK, module.WORLD_SIZE = rank, ranks
+        if rank == kill[0]:
+            calls, function = count(1), getattr(module, kill[1])
+            setattr(module, kill[1], lambda *x: os.kill(os.getpid(), 9) if next(calls) == 3 else function(*x))
+        run(module.__name__, **FLAGS | flags, run_dir=run_dir)
+
+    Process = multiprocessing.get_context("fork").Process
+    processes = [Process(target=start, args=[rank], daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    return [process.exitcode for process in processes], [log.read_text() for log in logs]
+
+
+def assert_same_run(one, other):
+    """Weights and metrics are the same to the last bit, except for the times and what the parent does not have."""
+    own = {"seconds", "tokens_per_second", "staleness", "trainer_waited", "sampler_waited"}
+    for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
+        assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
+    assert equal(*(torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)))
+
+
+def test_without_staleness_it_is_the_parent(parent, tmp_path):
+    """Two samplers and two trainers do what two ranks of the parent do."""
+    assert train(script, 2, tmp_path / "run", staleness=0) == ([0] * 2, [""] * 2)
+    assert_same_run(tmp_path / "run", parent)
+    assert train(flash_reinforce, 2, tmp_path / "two") == ([0] * 2, [""] * 2)
+    assert train(script, 4, tmp_path / "four", staleness=0, sampler_ranks=2) == ([0] * 4, [""] * 4)
+    assert_same_run(tmp_path / "four", tmp_path / "two")
+
+
+def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
+    """It is the run of one process that keeps old weights, as experiments/staleness.py does."""
+    shutil.copy(ROOT / "flash_reinforce.py", tmp_path)
+    subprocess.run(["git", "apply", PATCHES / "delayed.patch"], cwd=tmp_path, check=True)
+    (tmp_path / "flash_reinforce.py").rename(tmp_path / "delayed.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("STALENESS", "2")
+    run("delayed", **FLAGS, run_dir=tmp_path / "delayed")
+    assert train(script, 2, tmp_path / "run", staleness=2) == ([0, 0], ["", ""])
+    assert_same_run(tmp_path / "run", tmp_path / "delayed")
+    _, *metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["staleness"] for line in metrics] == [0, 1, 2, 2, 2]
+    assert 0 < max(line["rejected"] for line in metrics) < 1
+
+
+@pytest.mark.parametrize("rank, function", [(0, "optimizer_step"), (1, "generate")])
+def test_if_a_rank_is_killed_the_other_says_so_and_the_run_resumes(rank, function, parent, tmp_path):
+    codes, said = train(script, 2, tmp_path / "run", (rank, function), staleness=0, save_every=1)
+    assert codes[rank] == -9 and codes[1 - rank] == 2
+    assert (
+        said[1 - rank] == f"error: rank {rank} has ended; fix its own error, or give the same command again\n"
+    )
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert train(script, 2, tmp_path / "run", staleness=0) == ([0, 0], ["", ""])
+    assert_same_run(tmp_path / "run", parent)
+
+
+def test_wrong_flags(monkeypatch, capsys):
+    for ranks, flags, message in (
+        (1, {}, "one rank cannot sample and train; start two or more with torchrun"),
+        (2, {"staleness": -1}, "--staleness -1: use a finite number, 0 or more"),
+        (2, {"sampler_ranks": 0}, "--sampler_ranks 0: use 1 to 1 of the 2 ranks"),
+        (4, {"sampler_ranks": 4}, "--sampler_ranks 4: use 1 to 3 of the 4 ranks"),
+        (4, {"batch_size": 128}, "--batch_size 128: use a multiple of 3, for 3 trainers and 1 samplers"),
+    ):
+        monkeypatch.setattr(script, "WORLD_SIZE", ranks)
+        assert refused(capsys, script.check_args, script.Args(**flags)) == f"error: {message}\n"

@@ -1,0 +1,130 @@
+"""Print what the policy scripts do to a group of responses: the advantage of each token, and the push on it.
+
+    python tools/explain.py --scores 1 0 0 0 --lengths 3 5 2 4
+
+The push is minus the gradient of the loss with respect to the token's log-prob: an optimizer step makes a token with a
+push above 0 more likely. All numbers come from the functions of the scripts, in float64. docs/learn.md shows some.
+"""
+
+import dataclasses
+import importlib
+import math
+import sys
+
+import sync
+import torch
+import tyro
+
+sys.path.insert(0, str(sync.ROOT))
+NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
+
+
+@dataclasses.dataclass
+class Args:
+    scores: tuple[float, ...] = (1, 0, 0, 0)
+    lengths: tuple[int, ...] = (3, 5, 2, 4)  # tokens of each response, with its EOS
+    samples_per_prompt: int | None = None  # k; by default all responses are one group
+    kl: float = 0.0  # log(pi_old / pi_ref) of every token
+    kl_coef: float | None = None  # beta; by default that of each script
+    ratio: float = 1.0  # pi_theta / pi_old of every token
+    scripts: tuple[str, ...] = tuple(sync.policy_scripts())
+
+
+def loss_and_push(module, settings, batch, logprobs, num_tokens):
+    """The loss, and minus its gradient with respect to the log-probs (B, T)."""
+    logprobs = logprobs.clone().requires_grad_()
+    loss, _ = module.policy_loss(settings, batch, logprobs, len(logprobs), num_tokens)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), 0.0 - gradient  # -gradient would print 0 as -0.000
+
+
+def explain(args: Args, script: str):
+    """Advantages and pushes (B, T) of a script. An error, if it needs more than a group."""
+    module = importlib.import_module(script)
+    flags = {"samples_per_prompt": args.samples_per_prompt or len(args.scores)}
+    if args.kl_coef is not None and "kl_coef" in {field.name for field in dataclasses.fields(module.Args)}:
+        flags["kl_coef"] = args.kl_coef
+    settings = module.Args(**flags)
+    mask = torch.arange(max(args.lengths)) < torch.tensor(args.lengths)[:, None]  # (B, T)
+    tokens = mask.double()
+    rollout = {"response_mask": mask, "scores": torch.tensor(args.scores, dtype=torch.float64)}
+    rollout |= {"old_logprobs": math.log(0.4) * tokens, "kl": args.kl * tokens}  # 0.4 is arbitrary
+    if settings.kl_coef:  # without a KL there is no reference
+        rollout["ref_logprobs"] = rollout["old_logprobs"] - rollout["kl"]
+    rollout |= module.compute_advantages(settings, rollout)
+    logprobs = rollout["old_logprobs"] + math.log(args.ratio) * tokens
+    _, push = loss_and_push(module, settings, rollout, logprobs, int(mask.sum()))
+    return rollout["advantages"], push
+
+
+def show(row: torch.Tensor, digits: int = 3) -> str:
+    """The numbers of a response's tokens; one number if they are equal."""
+    numbers = [f"{x:.{digits}f}" for x in row.tolist()]
+    return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
+
+
+def print_table(heads: list[str], lines: list[list[str]]) -> None:
+    print("\n| " + " | ".join(heads) + " |\n" + "|" + "---|" * len(heads))
+    print("".join("| " + " | ".join(line) + " |\n" for line in lines))
+
+
+def print_group(args: Args) -> None:
+    """A line for each script, or for those with the same numbers: advantage → push of a response's tokens."""
+    lines, left_out = {}, []
+    for script in args.scripts:
+        try:
+            rows = zip(args.lengths, *explain(args, script))
+        except Exception as error:  # it reads what a group does not have
+            needs = NEEDS.get(str(error.args[0]), f"other inputs ({error!r})")
+            left_out.append(f"`{script}` needs {needs}")
+            continue
+        cells = tuple(f"{show(advantages[:n])} → {show(push[:n], 4)}" for n, advantages, push in rows)
+        lines.setdefault(cells, []).append(f"`{script}`")
+    heads = [f"score {score:g}, {length} tokens" for score, length in zip(args.scores, args.lengths)]
+    print_table(["advantage → push", *heads], [[", ".join(same), *cells] for cells, same in lines.items()])
+    if left_out:
+        print(f"Left out: {'; '.join(left_out)}.\n")
+
+
+def print_gae() -> None:
+    """ppo's advantages of one response with score 1, before they are whitened."""
+    module, values = importlib.import_module("ppo"), torch.tensor([[0.5, 0.6, 0.9]], dtype=torch.float64)
+    rollout = {"values": values, "kl": torch.zeros_like(values), "scores": values.new_ones(1)}
+    rollout["response_mask"] = values > 0
+    lines = []
+    for gae_lambda in (0.0, 0.95, 1.0):
+        result = module.compute_advantages(module.Args(gae_lambda=gae_lambda), rollout)
+        raw = (result["returns"] - values)[0].tolist()  # a return is the advantage plus the value
+        lines.append([f"{gae_lambda:g}", *(f"{x:.3f}" for x in raw)])
+    print_table(["λ", *(f"token {t}, value {x:g}" for t, x in enumerate(values[0].tolist(), 1))], lines)
+
+
+def print_kl() -> None:
+    """k1, k2 and k3 of the two tokens of a vocabulary, their means, and the pushes of the two that are losses."""
+    lines, means = [], [0.0, 0.0, 0.0]
+    for token, policy, reference in ((1, 0.5, 0.25), (2, 0.5, 0.75)):
+        logprobs, ref_logprobs = torch.tensor([[[policy]], [[reference]]], dtype=torch.float64).log()
+        batch = {"advantages": 0 * logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
+        batch["response_mask"] = torch.ones(1, 1, dtype=torch.bool)
+        numbers, pushes = [(logprobs - ref_logprobs).item()], []  # k1
+        for script in ("reinforce_pp_baseline", "grpo"):  # k2, k3
+            module = importlib.import_module(script)
+            loss, push = loss_and_push(module, module.Args(kl_coef=1.0), batch, logprobs, 1)
+            numbers.append(loss)
+            pushes.append(push.item())
+        means = [mean + policy * x for mean, x in zip(means, numbers)]
+        cells = [f"{policy:g}", f"{reference:g}", *(f"{x:.3f}" for x in numbers + pushes)]
+        lines.append([f"token {token}", *cells])
+    lines.append(["mean under π", "", "", *(f"{x:.3f}" for x in means), "", ""])
+    print_table(["", "π", "π_ref", "k1", "k2", "k3", "push of k2", "push of k3"], lines)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    if len(args.scores) != len(args.lengths):
+        sys.exit("error: give as many --lengths as --scores")
+    print_group(args)
+    print("GAE of ppo.py, one response of three tokens with score 1, before whitening:")
+    print_gae()
+    print("KL estimators of one token, and their push as a loss with --kl_coef 1:")
+    print_kl()
