@@ -10,7 +10,6 @@ its curves without an edit, or an entry in LEFT_OUT.
 import importlib.util
 import math
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import cache, partial
@@ -18,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from common import PATCHES, POLICY_SCRIPTS, ROOT, run_all
+from common import PATCHES, POLICY_SCRIPTS, ROOT, apply, run_all
 
 LEFT_OUT = {
     "distill": "it has no scores",
@@ -40,8 +39,7 @@ def module(script: str, patches: tuple[str, ...] = ()):
     """A copy of the script with these patches, as a module."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copy(ROOT / f"{script}.py", folder))
-        for patch in patches:
-            subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, check=True)
+        apply(patches, folder)
         name = "_".join(["exact", script, *patches])
         spec = importlib.util.spec_from_file_location(name, file)
         made = importlib.util.module_from_spec(spec)
