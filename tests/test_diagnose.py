@@ -2,6 +2,8 @@
 
 import json
 
+import bugs
+import common
 import diagnose
 import pytest
 from conftest import ROOT, launch, write_jsonl
@@ -123,3 +125,12 @@ def test_the_command_prints_a_line_for_each_finding(tmp_path):
         assert code == 1 and len(lines) == 1 and words in lines[0]
     result = launch(ROOT / "tools" / "diagnose.py", tmp_path, check=False)
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_it_finds_nothing_in_unchanged_scripts_and_something_in_half_of_the_bugs():
+    """In the runs of experiments/bugs.py, which the pages show."""
+    runs = [run for run in common.load("bugs") if (run["script"], run["flags"]) not in bugs.MISTAKES]
+    healthy = [bool(bugs.diagnosed(run)) for run in runs if not run["bug"]]
+    broken = [bool(bugs.diagnosed(run)) for run in runs if run["bug"]]
+    assert len(healthy) > 20 and sum(healthy) <= 0.02 * len(healthy)
+    assert sum(broken) > 0.5 * len(broken)

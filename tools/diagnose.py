@@ -67,6 +67,7 @@ def evidence(run: Run):
     noise = 3 * (variance(b - a for a, b in pairwise(scores)) / run.window) ** 0.5
     early, late = run.early("score"), run.late("score")
     learns = late > early + noise
+    is_far = run.late("kl") > run.late("response_length") / 2
 
     # What must hold in every run
     bad = [x for x in run.values("logprob_difference") if x > tolerance]
@@ -96,7 +97,7 @@ def evidence(run: Run):
     if drop > noise and drop > (max(means) - min(means)) / 2:
         top = run.rows[means.index(max(means))]["iteration"]
         yield "falling score", f"score is {max(means):.3g} from iteration {top} on, then {late:.3g} ({when})"
-    elif abs(late - early) <= noise:
+    elif abs(late - early) <= noise and equal <= 0.9 and not is_far:  # those two say why
         yield "flat score", f"score is {early:.3g} at first and {late:.3g} at last, a noise of {noise:.2g}"
     if len(run.held_out) > 2:
         peak, iteration = max(run.held_out)
@@ -109,7 +110,7 @@ def evidence(run: Run):
         yield "entropy", f"entropy falls to {run.late('entropy'):.2g} ({when}), and score does not rise"
 
     # Size of the steps, length of responses
-    if run.late("kl") > run.late("response_length") / 2:
+    if is_far:
         yield "large kl", f"kl is {run.late('kl'):.3g}, more than half a nat per token ({when})"
     if run.late("truncated") > 0.2:
         yield "truncated", f"{run.late('truncated'):.0%} of the responses have no EOS ({when})"
