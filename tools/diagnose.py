@@ -140,11 +140,10 @@ def main() -> None:
         rows = [json.loads(line) for line in text.split("\n")[:-1]]  # the last may still be in writing
     except (OSError, ValueError) as error:
         sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
-    count = len(Run(flags, rows).rows)
-    if count < 5:
+    if len(Run(flags, rows).rows) < 5:
         sys.exit(f"{folder} has fewer than 5 iterations of a policy script, too few to tell")
     found = findings(flags, rows).values()
-    print(*(found or [f"nothing stands out in {count} iterations; read samples.jsonl, too"]), sep="\n")
+    print(*(found or ["nothing stands out; read samples.jsonl, too"]), sep="\n")
 
 
 if __name__ == "__main__":
