@@ -141,7 +141,7 @@ class Args:
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
     scores = rollout["scores"]
-    mean = total(scores) / (len(scores) * WORLD_SIZE)  # over all ranks
+    mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
     advantages = (scores - mean).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 
