@@ -63,6 +63,7 @@ sync:
 
 # make diff A=grpo B=rloo: show how two scripts differ.
 diff:
+	@ls $(A).py $(B).py > /dev/null
 	@git diff --no-index -- $(A).py $(B).py || true
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so

@@ -21,7 +21,7 @@ Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.9
 
     python gdpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 gdpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:scores --max_response_length 1024 --batch_size 256 \
+        --dataset prompts.jsonl --reward my_reward.py:scores --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
@@ -140,9 +140,9 @@ def compute_advantages(args, rollout):
     R = groups.shape[2]  # (prompts, k, R)
     weights = groups.new_tensor(args.reward_weights or [1.0] * R)
     check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
-    # Less the first score: equal scores become exactly 0, without a rounding error to divide by 1e-4.
-    groups = groups - groups[:, :1]
-    normalized = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    # Without this shift, rounding could leave equal scores a bit off their mean, and 1e-4 would magnify it.
+    shifted = groups - groups[:, :1]
+    normalized = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     sums = normalized @ weights  # (prompts, k)
     variance = total(sums.square()) / (sums.numel() * WORLD_SIZE)  # the mean is 0
     advantages = (sums / math.sqrt(max(variance, 1e-8))).view(-1, 1)  # (B, 1)
@@ -572,6 +572,8 @@ def start_ranks(args):
 
 def check_ranks_agree(args, others):
     """Refuse ranks that differ in a flag or in one of the other values, which have names."""
+    if WORLD_SIZE == 1:
+        return
     values = others | {f"--{name}": value for name, value in vars(args).items()}
     checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
     checksums = torch.tensor(checksums, device=args.device)

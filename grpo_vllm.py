@@ -22,7 +22,7 @@ during the update. The toy's heads (16) are too small for vLLM on a CPU, which n
     python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 256 \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --kv_cache_gib 8 \
         --run_dir runs/a
 """
@@ -588,6 +588,8 @@ def start_ranks(args):
 
 def check_ranks_agree(args, others):
     """Refuse ranks that differ in a flag or in one of the other values, which have names."""
+    if WORLD_SIZE == 1:
+        return
     values = others | {f"--{name}": value for name, value in vars(args).items()}
     checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
     checksums = torch.tensor(checksums, device=args.device)

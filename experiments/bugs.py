@@ -17,6 +17,8 @@ import runpy
 import shutil
 import sys
 import tempfile
+import textwrap
+from functools import cache
 from pathlib import Path
 
 import common
@@ -98,7 +100,7 @@ def cells_of() -> list[dict]:
     others = [("", script, {}) for script in POLICY_SCRIPTS]
     mistakes = [("", *pair) for pair in MISTAKES]
     cells = []
-    parts = [([*healthy, *bugs, *mistakes], 1), (healthy, 2), (healthy, 3), (others, 1), (bugs, 2), (bugs, 3)]
+    parts = [([*healthy, *bugs, *mistakes], 1), (healthy, 2), (others, 1), (bugs, 2), (healthy, 3), (bugs, 3)]
     for runs, seed in parts:
         for bug, script, flags in runs:
             change = [MUTANT[bug].old, MUTANT[bug].new] if bug else []
@@ -124,9 +126,14 @@ SHOWN = {
 }  # fmt: skip
 
 
+@cache
+def results() -> list[dict]:
+    return common.load("bugs")
+
+
 def runs_of(bug: str, script: str = "", flags: dict | None = None) -> list[dict]:
     """The runs of a bug, or without its name, those of an unchanged script."""
-    rows = [row for row in common.load("bugs") if row["bug"] == bug]
+    rows = [row for row in results() if row["bug"] == bug]
     return rows if bug else [row for row in rows if (row["script"], row["flags"]) == (script, flags)]
 
 
@@ -206,12 +213,12 @@ def summary() -> None:
             ]
             print("| " + " | ".join([*cells, ", ".join(names) or "nothing", f"`{tests[bug]}`"]) + " |")
     print()
-    common.print_provenance(common.load("bugs"))
+    common.print_provenance(results())
 
 
 def counts() -> None:
     """Print how often tools/diagnose.py finds something in unchanged scripts and in those with a bug."""
-    rows = [run for run in common.load("bugs") if (run["script"], run["flags"]) not in MISTAKES]
+    rows = [run for run in results() if (run["script"], run["flags"]) not in MISTAKES]
     healthy, broken = ([run for run in rows if bool(run["bug"]) == is_bug] for is_bug in (False, True))
     scripts = {run["script"] for run in healthy}
     alarms = [
@@ -222,6 +229,16 @@ def counts() -> None:
     print(": " * bool(alarms) + ", ".join(alarms) + ".")
     print(f"- With a bug: findings in {len(noticed)} of {len(broken)} runs, ", end="")
     print(f"for {len(set(noticed))} of {len({run['bug'] for run in broken})} bugs.\n")
+
+
+def examples() -> None:
+    """Print what tools/diagnose.py says about the two mistakes in docs/metrics.png."""
+    print("\n```")
+    for script, flags in MISTAKES:
+        print("#", common.label({"script": script, "flags": flags}).strip("`"))
+        for text in diagnosed(runs_of("", script, flags)[0]).values():
+            print(textwrap.fill(text, 116, subsequent_indent="    "))
+    print("```\n")
 
 
 def changes() -> None:

@@ -139,13 +139,19 @@ def flags_of(script: str, flags: dict) -> list[str]:
     return words_of(flags)
 
 
+def apply(patches: Iterable[str], folder: str | Path) -> None:
+    """Change the scripts in this folder. Git would skip the files if it took the folder for a part of a repository."""
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+    for patch in patches:
+        subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, env=env, check=True)
+
+
 def train(
     script: str, flags: dict, run_dir: str | Path, env: dict | None = None, patches: Iterable[str] = ()
 ) -> tuple[list[dict], float]:
     """Run a script, or a copy with these patches. Returns the lines of its metrics.jsonl, and the seconds it took."""
     file = shutil.copy(ROOT / f"{script}.py", Path(run_dir).parent) if patches else f"{script}.py"
-    for patch in patches:
-        subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=Path(run_dir).parent, check=True)
+    apply(patches, Path(run_dir).parent)
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     start = time.perf_counter()

@@ -10,7 +10,6 @@ its curves without an edit, or an entry in LEFT_OUT.
 import importlib.util
 import math
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import cache, partial
@@ -18,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from common import PATCHES, POLICY_SCRIPTS, ROOT, run_all
+from common import PATCHES, POLICY_SCRIPTS, ROOT, apply, run_all
 
 LEFT_OUT = {
     "distill": "it has no scores",
@@ -40,8 +39,7 @@ def module(script: str, patches: tuple[str, ...] = ()):
     """A copy of the script with these patches, as a module."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copy(ROOT / f"{script}.py", folder))
-        for patch in patches:
-            subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, check=True)
+        apply(patches, folder)
         name = "_".join(["exact", script, *patches])
         spec = importlib.util.spec_from_file_location(name, file)
         made = importlib.util.module_from_spec(spec)
@@ -451,14 +449,16 @@ def reuse_update(script, patches, flags, rollout, logits) -> torch.Tensor:
 
 
 def state_of(tree, old, logits, right) -> torch.Tensor:
-    """(3, S): pass rate, KL from old, and entropy of a response."""
+    """(3, S): pass rate, KL from old, and entropy of a response; old are log-probs (S, N)."""
     new = tree.logprobs(logits).sum(2)
-    return torch.stack([(new.exp() * right).sum(1), tree.kl(logits, old), -(new.exp() * new).sum(1)])
+    terms = torch.stack([right, new - old, -new])
+    return (new.exp() * terms).sum(2)
 
 
-def rate_for(tree, old, update, first: float) -> torch.Tensor:
+def rate_for(tree, old, right, start, update, first: float) -> torch.Tensor:
     """(S, 1, 1): the learning rates with which the first step moves each policy by `first` nats."""
-    return bisect(lambda x: tree.kl(old + x[:, None, None] * update, old), first, POLICIES)[:, None, None]
+    rate = bisect(lambda x: state_of(tree, old, start + x[:, None, None] * update, right)[1], first, POLICIES)
+    return rate[:, None, None]
 
 
 def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
@@ -466,10 +466,11 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
 
     All steps use one rollout; or, with a delay, each uses a new one, of the policy that many steps before.
     """
-    tree, old, right, random_state = reuse_policies()
+    tree, start, right, random_state = reuse_policies()
+    old = tree.logprobs(start).sum(2)
     generator = torch.Generator()
     generator.set_state(random_state)
-    rate, path, history = None, [], [old]
+    rate, path, history = None, [], [start]
     for step in range(STEPS[-1] + 1):
         logits = history[-1]
         if step in STEPS:
@@ -478,7 +479,7 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
             rollout = sample(tree, history[max(0, step - (delay or 0))], right, generator)
         update = reuse_update(script, patches, flags, rollout, logits)
         if rate is None:
-            rate = rate_for(tree, old, update, first)
+            rate = rate_for(tree, old, right, start, update, first)
         history.append(logits + rate * update)
     path = torch.stack(path)  # (steps, 3, S)
     result = {"mean": [[float(f"{x:.4g}") for x in row] for row in path.mean(2).tolist()]}
@@ -489,10 +490,10 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
             if len(above) == 0:
                 result[f"at {target}"].append(None)
                 continue
-            start, end = one[above[0, 0] - 1], one[above[0, 0]]
+            low, high = one[above[0, 0] - 1], one[above[0, 0]]
             # Pass rate and entropy change in proportion to the square root of a small KL.
-            share = (math.sqrt(target) - start[1].sqrt()) / (end[1].sqrt() - start[1].sqrt())
-            found = start + share * (end - start)
+            share = (math.sqrt(target) - low[1].sqrt()) / (high[1].sqrt() - low[1].sqrt())
+            found = low + share * (high - low)
             result[f"at {target}"].append([round(float(x), 4) for x in found[[0, 2]]])
     return result
 

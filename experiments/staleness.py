@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import tyro
-from common import ROOT, curve, group_by, load, mean, run_all, show, table, train
+from common import curve, run_all, train
 
 STALENESS = (0, 1, 2, 4)
 DELTAS = (1e6, 0.01, 0.003)  # the first leaves out nothing

@@ -62,7 +62,7 @@ MUTANTS = {
         ("flash: the gate keeps the far ones", "flash_reinforce.policy_loss", "> args.delta", "<= args.delta"),
         ("flash: over the accepted", "flash_reinforce.policy_loss", "lengths).sum() / num_sequences",
          "lengths).sum() / (~rejected).sum()"),
-        ("gdpo: std of all rewards", "gdpo.compute_advantages", "groups.std(1, ", "groups.std((1, 2), "),
+        ("gdpo: std of all rewards", "gdpo.compute_advantages", "shifted.std(1, ", "shifted.std((1, 2), "),
         ("gdpo: no weights", "gdpo.compute_advantages", "normalized @ weights", "normalized.sum(2)"),
         ("gdpo: no std of the batch", "gdpo.compute_advantages", "max(variance, 1e-8)", "1.0"),
         ("maxrl: over the failures", "maxrl.compute_advantages", "/ mean)", "/ (1 - mean))"),

@@ -42,7 +42,8 @@ def commands_in(text: str) -> list[list[str]]:
     lines = re.findall(rf"^(?: {{4}})?({start}.*)", text, re.MULTILINE)
     inline = [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     lines += [code for code in inline if re.match(start, code)]
-    lines = [re.split(r" {2,}", line)[0].removesuffix(" ...") for line in lines]  # an explanation may follow
+    # An explanation or a file for the output may follow.
+    lines = [re.split(r" {2,}| > ", line)[0].removesuffix(" ...") for line in lines]
     return [shlex.split(line) for line in lines if ".py" in line]
 
 
