@@ -5,6 +5,7 @@ The peaks are measured on a CPU, in some minutes, on Linux only:
     MALLOC_MMAP_THRESHOLD_=65536 python experiments/memory_table.py
 """
 
+import gc
 import importlib
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def measure(run_dir: Path, script: str, model: str) -> dict:
         args.dtype, args.gradient_checkpointing, args.samples_per_prompt = "bfloat16", True, 2
         args.batch_size, args.micro_batch_size, args.max_response_length = batch, micro_batch, response
         args.num_iterations, args.eval_every, args.run_dir = 2, 0, f"{run_dir}.run"
+        gc.collect()  # the model before
         before = status("VmRSS")
         module.main(args)
     return {"peak": round(status("VmHWM") - before, 3)}
