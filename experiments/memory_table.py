@@ -17,8 +17,8 @@ QWEN = {"0.5B": (896, 4864, 24, 128, 151936, 1, *SETTING), "1.5B": (1536, 8960, 
 QWEN |= {"3B": (2048, 11008, 36, 256, 151936, 1, *SETTING), "7B": (3584, 18944, 28, 512, 152064, 2, *SETTING)}
 # To measure. In each, another term is the largest.
 SMALL = {"weights": (768, 2048, 8, 768, 16000, 1, 2, 1, 2, 8)}
-SMALL |= {"logits": (256, 704, 2, 256, 50000, 1, 8, 4, 128, 8)}
-SMALL |= {"cache": (64, 64, 32, 64, 1000, 1, 256, 32, 128, 8)}
+SMALL |= {"logits": (64, 64, 2, 64, 50000, 1, 8, 4, 128, 8)}
+SMALL |= {"cache": (64, 64, 24, 64, 1000, 1, 128, 16, 64, 8)}
 SCRIPTS = ("grpo", "grpo_lora")
 TOY = (64, 176, 3, 64, 19, 1, 2, 2, 4, 8)  # loads the libraries
 
@@ -79,8 +79,9 @@ def summary() -> None:
     lines = []
     for row in [*({"script": script, "model": model} for script in SCRIPTS for model in QWEN), *rows]:
         terms = gib(row["script"], *(QWEN | SMALL)[row["model"]])
-        measured = f"{row['peak']:.2f}" if "peak" in row else ""
-        lines.append([f"`{row['script']}.py`", row["model"], *(f"{x:.1f}" for x in terms.values()), measured])
+        numbers = [f"{x:.{2 if row in rows else 1}f}" for x in terms.values()]
+        numbers.append(f"{row['peak']:.2f}" if row in rows else "")
+        lines.append([f"`{row['script']}.py`", row["model"], *numbers])
     table(["script", "model", *terms, "measured"], lines, rows)
 
 

@@ -1,6 +1,9 @@
-"""experiments/common.py: which edits make a row stale, and flags that a script does not have."""
+"""experiments/common.py: which edits make a row stale, and flags that a script does not have. memory_table.py."""
+
+from itertools import product
 
 import common
+import memory_table as memory
 import pytest
 import real
 from conftest import ROOT
@@ -57,3 +60,15 @@ def test_a_flag_that_the_script_does_not_have_is_an_error():
 @pytest.mark.parametrize("cell", [*real.CELLS, *real.LORA_CELLS], ids=common.label)
 def test_a_script_has_the_flags_that_real_gives_it(cell):
     common.flags_of(cell["script"], real.all_flags(**cell))
+
+
+def test_the_arithmetic_of_memory_agrees_with_measured_peaks():
+    """And with the numbers of parameters on the model cards of Qwen2.5."""
+    rows = common.load("memory")
+    assert {(row["script"], row["model"]) for row in rows} == set(product(memory.SCRIPTS, memory.SMALL))
+    for row in rows:
+        computed = memory.gib(row["script"], *memory.SMALL[row["model"]])["peak"]
+        assert computed == pytest.approx(row["peak"], rel=0.15)
+    for name, count in (("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("7B", 7_615_616_512)):
+        weights = memory.gib("grpo", *memory.QWEN[name])["weights"] * 2**30
+        assert weights == pytest.approx(6 * count, rel=1e-3)
