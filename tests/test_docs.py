@@ -110,7 +110,7 @@ def test_flags_and_make_targets_of_a_page_exist(path):
 
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
-    """With 2 iterations instead of 20, and a tiny model with a chat template. The reward is README's, too."""
+    """With 2 iterations instead of 4, and a tiny model with a chat template. The reward is README's, too."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
