@@ -44,15 +44,13 @@ def measure(run_dir, script: str, patches: list[str], staleness: int, seed: int,
 
 
 def groups() -> dict[tuple, list[dict]]:
-    """The runs with each learning rate, n and delta. A seed that lacks one at a learning rate does not count there."""
-    rows = []
-    for runs in group_by(load("staleness"), lambda run: run["flags"]["learning_rate"], "seed").values():
-        rows += runs if len(runs) == len(cells(Args((1,), (1e-4,)))) else []
-    found = {}
-    for run in rows:
-        delta = DELTAS[run["flags"]["delta"]] if run["staleness"] else "any"
-        found.setdefault((run["flags"]["learning_rate"], run["staleness"], delta), []).append(run)
-    return found
+    """The runs with each learning rate, n and delta."""
+    return group_by(
+        load("staleness"),
+        lambda run: run["flags"]["learning_rate"],
+        "staleness",
+        lambda run: DELTAS[run["flags"]["delta"]] if run["staleness"] else "any",
+    )
 
 
 def last(runs: list[dict]) -> list[float]:
@@ -83,10 +81,14 @@ def draw() -> None:
     figure, axes = pyplot.subplots(1, len(rates), figsize=(8, 3), layout="constrained", squeeze=False)
     for axis, rate in zip(axes.flat, rates):
         for delta, color in zip(DELTAS.values(), plot.COLORS):
-            scores = [last(found[rate, n, delta if n else "any"]) for n in STALENESS]
-            axis.plot(STALENESS, [mean(x) for x in scores], color=color, marker=".", label=f"δ {delta}")
-            axis.fill_between(STALENESS, *zip(*((min(x), max(x)) for x in scores)), color=color, alpha=0.12)
-        axis.set_title(f"learning rate {rate:g}, {len(scores[0])} seeds", fontsize=10)
+            runs = {n: found.get((rate, n, delta if n else "any")) for n in STALENESS}
+            scores = {n: last(x) for n, x in runs.items() if x}
+            axis.plot(
+                [*scores], [mean(x) for x in scores.values()], color=color, marker=".", label=f"δ {delta}"
+            )
+            lows, highs = zip(*((min(x), max(x)) for x in scores.values()))
+            axis.fill_between([*scores], lows, highs, color=color, alpha=0.12, linewidth=0)
+        axis.set_title(f"learning rate {rate:g}", fontsize=10)
         axis.set_xticks(STALENESS)
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("score, last 10 iterations")
