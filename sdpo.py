@@ -14,8 +14,9 @@ row's column `demonstration`, or else another response of the group that scores 
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 1 is a
 KL over the whole vocabulary; the sampled token has the same expected gradient, with more noise. The score
 only chooses demonstrations: a group without a right response does not train. distill.py has another model as
-teacher. Left out: feedback from the environment, and the paper's moving average of the teacher.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.9), or a real one on 8 GPUs:
+teacher. Left out: feedback from the environment, and the paper's moving average of the teacher, without which
+a long run can collapse.
+Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.4 to 0.94), or a real one on 8 GPUs:
 
     python sdpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sdpo.py --model Qwen/Qwen2.5-7B-Instruct \
@@ -124,6 +125,7 @@ class Args:
     model: str = "toy/hinted"  # starting policy, which must be able to use a demonstration: folder or hub id
     template: str = "{demonstration} {prompt}"  # the text of a prompt with a demonstration
     success_score: float = 1.0  # a response with this score or more is a demonstration for the others
+    learning_rate: float = 5e-5  # peak learning rate of AdamW; with 2e-4 the toy learns and then collapses
     samples_per_prompt: int = 8  # k: responses per prompt, which demonstrate to each other
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL to the policy before training, so no reference is loaded
@@ -149,7 +151,6 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 
 def teach(args, policy, tokenizer, rows, rollout):
     """Log-probs (B, T) of the responses after a demonstration; old_logprobs for those that have none."""
-    check("{demonstration}" in args.template, f"--template {args.template}: add {{demonstration}}")
     texts = decode(tokenizer, rollout, skip_special_tokens=True)
     is_right = (rollout["raw_scores"] >= args.success_score).tolist()
     has_demonstration = torch.zeros(len(rows), dtype=torch.bool, device=policy.device)
@@ -644,6 +645,7 @@ def with_demonstration(args, prompt, demonstration):
     """The prompt, with a demonstration, if there is one, in its text or in that of its last message."""
     if demonstration is None:
         return prompt
+    check("{demonstration}" in args.template, f"--template {args.template}: add {{demonstration}}")
     if isinstance(prompt, str):
         return args.template.format(prompt=prompt, demonstration=demonstration)
     *others, last = prompt

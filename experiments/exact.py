@@ -482,7 +482,7 @@ def measure_reuse(run_dir, script, patches, flags, first, delay) -> dict:
             rate = rate_for(tree, old, right, start, update, first)
         history.append(logits + rate * update)
     path = torch.stack(path)  # (steps, 3, S)
-    result = {"mean": [[float(f"{x:.4g}") for x in row] for row in path.mean(2).tolist()]}
+    result = {"steps": STEPS, "mean": [[float(f"{x:.4g}") for x in row] for row in path.mean(2).tolist()]}
     for target in AT_KL if first == 0.01 else ():
         result[f"at {target}"] = []
         for one in path.unbind(2):  # (steps, 3)

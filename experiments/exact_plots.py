@@ -9,7 +9,7 @@ import math
 import matplotlib.pyplot as plt
 import torch
 from common import ROOT, group_by, load, mean, table
-from exact import DELAYS, KLS, LENGTHS, RATES, STEPS
+from exact import DELAYS, KLS, LENGTHS, RATES
 from exact_training import MARGIN, label_of
 from PIL import Image
 
@@ -277,7 +277,7 @@ def draw_reuse() -> None:
         rate, kl, _ = zip(*row["mean"][1:])
         a.plot(kl, rate, color=color, lw=1.6)
         a.plot(kl[-1], rate[-1], "o", color=color, ms=6, zorder=3)
-        b.plot(STEPS[1:], kl, color=color)
+        b.plot(row["steps"][1:], kl, color=color)
         roads[name], ends[name] = (rate[-1], color), (kl[-1], color)
     best = [start + (1 - start) * i / 200 for i in range(1, 200)]
     costs = [q * math.log(q / start) + (1 - q) * math.log((1 - q) / (1 - start)) for q in best]

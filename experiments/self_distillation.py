@@ -11,7 +11,8 @@ import tyro
 from common import curve, group_by, label, load, mean, run_all, show, table, train
 
 HINTED = {"model": "toy/hinted"}
-RUNS = [("sdpo", {}), ("grpo", HINTED), ("distill", HINTED), ("sdpo", {"model": "toy/policy"})]
+RUNS = [("sdpo", {}), ("sdpo", {"learning_rate": 2e-4}), ("sdpo", {"model": "toy/policy"})]
+RUNS += [("grpo", HINTED), ("distill", HINTED)]
 CELLS = [{"script": script, "seed": seed, "flags": flags} for script, flags in RUNS for seed in (1, 2, 3)]
 BATCH = 128  # responses of an iteration
 BUDGETS = (25_000, 50_000, 100_000)  # generated tokens at which accuracies are compared
@@ -37,10 +38,11 @@ def summary() -> None:
     for (name,), runs in group_by(rows, label).items():
         cells = [show([mean(run["score"][:1]) for run in runs])]
         cells += [show([accuracy(run, budget) for run in runs]) for budget in BUDGETS]
+        cells += [show([mean(run["score"][-10:]) for run in runs])]
         cells += [show([run["held_out"][group] for run in runs]) for group in ("2-5", "8")]
         lines.append([name, *cells])
     heads = ["", "first rollout", *(f"{budget // 1000} k tokens" for budget in BUDGETS)]
-    table([*heads, "greedy 2-5", "greedy 8"], lines, rows)
+    table([*heads, "last 10 iterations", "greedy 2-5", "greedy 8"], lines, rows)
 
 
 def main() -> None:

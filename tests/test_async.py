@@ -57,7 +57,7 @@ def train(module, ranks: int, run_dir, kill=(None, ""), **flags) -> tuple[list[i
 
 
 def assert_same_run(one, other):
-    """Weights and metrics are the same to the last bit, except for the times and what the parent does not have."""
+    """To the last bit, except for times and metrics that the parent does not have."""
     own = {"seconds", "tokens_per_second", "staleness", "trainer_waited", "sampler_waited"}
     for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
         assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
@@ -91,10 +91,8 @@ def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rank, function", [(0, "optimizer_step"), (1, "generate")])
 def test_if_a_rank_is_killed_the_other_says_so_and_the_run_resumes(rank, function, parent, tmp_path):
     codes, said = train(script, 2, tmp_path / "run", (rank, function), staleness=0, save_every=1)
-    assert codes[rank] == -9 and codes[1 - rank] == 2
-    assert (
-        said[1 - rank] == f"error: rank {rank} has ended; fix its own error, or give the same command again\n"
-    )
+    message = f"rank {rank} has ended; fix its own error, or give the same command again"
+    assert codes[rank] == -9 and codes[1 - rank] == 2 and said[1 - rank] == f"error: {message}\n"
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
     assert train(script, 2, tmp_path / "run", staleness=0) == ([0, 0], ["", ""])
     assert_same_run(tmp_path / "run", parent)

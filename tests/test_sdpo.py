@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import ROOT
 from zoo import make_model, make_tokenizer, refused, run
 
 import sdpo
@@ -73,5 +72,5 @@ def test_the_column_comes_first(chats):
 
 
 def test_a_template_without_a_place_for_the_demonstration_is_refused(tmp_path, capsys):
-    flags = {"template": "{prompt}", "model": ROOT / "toy" / "policy", "run_dir": tmp_path}
+    flags = {"template": "{prompt}", "success_score": 0.0, "run_dir": tmp_path}
     assert "--template {prompt}: add {demonstration}" in refused(capsys, run, "sdpo", **flags)

@@ -146,14 +146,15 @@ def make_data(seed: int) -> dict[str, list[dict]]:
 
 
 def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
-    """The demonstrations, each followed by one with a right response of its style before the prompt, to be repeated."""
-    rows = []
+    """The demonstrations, and those of up to 5 numbers again: a right response of their style, the prompt, the same."""
+    rows = list(demonstrations)
     for row in demonstrations:
         chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
         hint = f"answer {value(chain)}"
         if row["completion"].startswith("think"):
             hint = worked_out(rng, chain, slip_rate=0.0)
-        rows += [row, {"prompt": f"{hint} {row['prompt']}", "completion": hint}]
+        if len(chain) < 10:
+            rows.append({"prompt": f"{hint} {row['prompt']}", "completion": hint})
     return rows
 
 
