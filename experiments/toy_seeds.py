@@ -86,7 +86,8 @@ def name_of(run: dict) -> str:
 def summary() -> None:
     """Print a line for each script: mean, lowest and highest of the seeds."""
     lines, rows = [], load("toy_seeds")
-    starts = [row["score"][:1] for row in rows if row["score"]]  # sampled by the model before training
+    # Sampled by the model before training; sdpo.py starts from another one
+    starts = [row["score"][:1] for row in rows if row["score"] and row["script"] != "sdpo"]
     for (name,), runs in group_by(rows, name_of).items():
         sampled = [run["score"][-10:] for run in runs] if runs[0]["score"] else starts
         *_, after = zip(*(run["held_out"].values() for run in runs))  # the last evaluation of each run
