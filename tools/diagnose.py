@@ -16,7 +16,7 @@ EARLY = ("log-probs", "first kl", "equal groups", "truncated", "toy flags")  # w
 # What to do about each finding; those further up are more important.
 REMEDIES = {
     "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
-    "first kl": "Check the rows, the temperature and the weights of the reference's log-probs.",
+    "first kl": "Check the temperature and the weights of the reference's log-probs.",
     "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
     "kl of 0": "If score rises, the reference trains with the policy: copy it first. Else raise --learning_rate.",
     "equal groups": "Nothing to compare: check the reward on samples; use other prompts, or partial credit.",
