@@ -67,9 +67,10 @@ diff:
 	@git diff --no-index -- $(A).py $(B).py || true
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
-# a second call installs nothing. A step that was interrupted has no stamp and starts again. Groups need pip 25.1.
+# a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.
 .venv/made:
 	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	touch $@
 
 .venv/scripts: requirements.txt | .venv/made
@@ -77,7 +78,6 @@ diff:
 	touch $@
 
 .venv/group-%: pyproject.toml | .venv/made
-	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv/bin/python -m pip install --quiet --group $*
 	touch $@
 
