@@ -207,7 +207,7 @@ def draw_kl() -> None:
     rows = find(load("exact_kl"), depth=6)
     figure, axes = canvas(2, 7, rows=2)
     cosine = "cosine with the KL's gradient"
-    titles = ("Direction, on policy", "Size", "Noise", "Direction, samples one step old")
+    titles = ("Direction, on policy", "Size", "Noise", "Direction, stale samples")
     units = (cosine, "relative to that gradient", "responses for signal = noise", cosine)
     limits = ((-0.1, 1.06), (0, 1.6), (3, 1e4), (-0.1, 1.06))
     for axis, name, title, unit, limit in zip(
