@@ -327,7 +327,7 @@ def kl_cells() -> list[dict]:
     return cells
 
 
-# --- 2. length: the first token settles right or wrong; after it, a response stops with a probability of its own ---
+# --- 2. length: the first token settles right or wrong; after it, a response stops with a separate probability ---
 
 LONGEST, LENGTH_GROUP = 64, 8
 LENGTHS = torch.arange(2, LONGEST + 1).repeat(2)  # of right responses, then of wrong ones

@@ -15,7 +15,7 @@ def test_raft_and_maxrl_have_the_same_expected_update(k):
 
 
 def test_grpo_of_two_responses_is_rloo_up_to_a_factor_and_the_length():
-    """sqrt 2 smaller, but for the 1e-4 at the std, and divided by the number of tokens: response by response."""
+    """sqrt 2 smaller, except for the 1e-4 at the std, and divided by the number of tokens: response by response."""
     scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0], **float64)
     lengths = torch.tensor([2, 5, 3, 3, 4, 1])
     found = {}

@@ -11,7 +11,7 @@ SamplingParams = SimpleNamespace
 
 
 def with_a_seed(generate):
-    """generate with random numbers of its own: those before and after do not matter, and do not change."""
+    """generate with separate random numbers: those before and after do not matter, and do not change."""
 
     def seeded(*args, **options):
         with torch.random.fork_rng():
