@@ -233,7 +233,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
     # Made outside of inference_mode, since the update needs them with gradients
     old_logprobs = torch.zeros(B, T, device=device)
-    entropy = torch.zeros(B, T, device=device)
+    entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
     active = torch.arange(B, device=device)  # (b,) the rows without an EOS so far
 
@@ -269,8 +269,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
                 tokens = tokens[unfinished]
                 cache.reorder_cache(unfinished)
             mask = attention_mask[active, : P + t + 1]
-            last_position = mask.sum(1, keepdim=True) - 1
-            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": last_position}
+            position_ids = mask.sum(1, keepdim=True) - 1
+            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
 
     return {
         "sequences": sequences,
@@ -299,8 +299,7 @@ def micro_batches(rollout, indices, size):
     The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
     """
     lengths = rollout["response_mask"][indices].sum(1)
-    by_length = indices[lengths.argsort(stable=True)]
-    for part in by_length.split(size):
+    for part in indices[lengths.argsort(stable=True)].split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
         for name, tensor in rollout.items():

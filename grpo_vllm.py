@@ -322,8 +322,7 @@ def micro_batches(rollout, indices, size):
     The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
     """
     lengths = rollout["response_mask"][indices].sum(1)
-    by_length = indices[lengths.argsort(stable=True)]
-    for part in by_length.split(size):
+    for part in indices[lengths.argsort(stable=True)].split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
         for name, tensor in rollout.items():
