@@ -1,7 +1,8 @@
-"""Speed and peak memory of grpo.py and of TRL's GRPOTrainer, on CPU.
+"""Speed and peak memory of grpo.py and TRL's GRPOTrainer, and of asynchronous sampling, on CPU.
 
     python experiments/speed.py                        the toy and the long tail: 10 minutes
     python experiments/speed.py --workloads real       after make real: SmolLM2-135M, 8 minutes
+    python experiments/speed.py --workloads async      flash_reinforce_async.py and its parent: 5 minutes
 
 The workloads, all with a learning rate too small to change the lengths:
 
@@ -9,6 +10,7 @@ The workloads, all with a learning rate too small to change the lengths:
     tail    a Llama of 10 M parameters with random weights. The probability of EOS is the same at every step, so that
             the lengths have a geometric distribution with a long tail
     real    SmolLM2-135M and lists of words to reverse, in float32
+    async   the model and prompts of tail; a rank has a core, or both if it is alone
 
 The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
 run does not count. TRL has its own environment in experiments/.trl, which the first call makes.
@@ -29,16 +31,24 @@ from common import ROOT, curve, environment, flags_of, group_by, load, run_all, 
 TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "num_iterations": 16}
 TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "num_iterations": 5}
 REAL = {"batch_size": 64, "micro_batch_size": 16, "max_response_length": 16, "num_iterations": 3}
-WORKLOADS = {"toy": TOY, "tail": TAIL, "real": REAL}
-FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "learning_rate": 1e-9, "dtype": "float32"}
+WORKLOADS = {"toy": TOY, "tail": TAIL, "real": REAL, "async": TAIL | {"num_iterations": 8}}
+FLAGS = {"samples_per_prompt": 8, "learning_rate": 1e-9, "dtype": "float32"}
 FLAGS |= {"device": "cpu", "eval_every": 0, "log_every": 10**6, "save_every": 0}
-SYSTEMS = ("TRL", "grpo.py")
-REPEATS = {"toy": 3, "tail": 3, "real": 1}  # runs of each system, with the seeds 1, 2, ...
+SYSTEMS = {  # script, ranks, flags
+    "TRL": (None, 1, {"num_minibatches": 2}),
+    "grpo.py": ("grpo", 1, {"num_minibatches": 2}),
+    "flash_reinforce.py": ("flash_reinforce", 1, {}),
+    "flash_reinforce.py, 2 ranks": ("flash_reinforce", 2, {}),
+    "flash_reinforce_async.py, 2 ranks": ("flash_reinforce_async", 2, {"staleness": 1}),
+}
+COMPARED = {name: ("TRL", "grpo.py") for name in ("toy", "tail", "real")}  # the first is the yardstick
+COMPARED["async"] = tuple(SYSTEMS)[2:]
+REPEATS = {"toy": 3, "tail": 3, "real": 1, "async": 3}  # runs of each system, with the seeds 1, 2, ...
 
 
 @dataclass
 class Args:
-    workloads: tuple[str, ...] = ("toy", "tail")  # any of toy, tail and real
+    workloads: tuple[str, ...] = ("toy", "tail")  # any of toy, tail, real and async
 
 
 def make_tail(folder: Path) -> None:
@@ -78,9 +88,9 @@ def make_tail(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-def run_child(command: list, run_dir: Path) -> float:
+def run_child(command: list, run_dir: Path, **env: str) -> float:
     """Run a program, with what it prints in run_dir.log. Returns its peak memory in GiB. Linux only."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1"} | env
     with run_dir.with_suffix(".log").open("w") as file:
         process = subprocess.Popen([*map(str, command)], stdout=file, env=env)
         _, status, usage = os.wait4(process.pid, 0)
@@ -89,21 +99,27 @@ def run_child(command: list, run_dir: Path) -> float:
     return usage.ru_maxrss / 2**20
 
 
-def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, script: str = "") -> dict:
+def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, **_) -> dict:
     """Seconds and mean lengths of the iterations of one run after the first, and its peak memory."""
     model, dataset = tail / "model", tail / "prompts.jsonl"
     if workload == "toy":
         model, dataset = ROOT / "toy" / "policy", ROOT / "toy" / "train.jsonl"
     if workload == "real":
         model, dataset = ROOT / "data" / "smollm2", ROOT / "data" / "reversal" / "train.jsonl"
-    flags = FLAGS | WORKLOADS[workload]
+    script, ranks, flags = SYSTEMS[system]
+    flags = FLAGS | WORKLOADS[workload] | flags
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
+    log = run_dir / "metrics.jsonl"
     if system == "TRL":
         command = [environment("trl"), ROOT / "experiments" / "speed_trl.py", json.dumps(flags)]
-        peak, log = run_child(command, run_dir), run_dir.with_suffix(".log")
+        log = run_dir.with_suffix(".log")
+        peak = run_child(command, run_dir)
+    elif ranks == 1:
+        peak = run_child([sys.executable, ROOT / f"{script}.py", *flags_of(script, flags)], run_dir)
     else:
-        command = [sys.executable, ROOT / "grpo.py", *flags_of("grpo", flags)]
-        peak, log = run_child(command, run_dir), run_dir / "metrics.jsonl"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [ROOT / f"{script}.py", *flags_of(script, flags)]
+        peak = run_child(command, run_dir, OMP_NUM_THREADS="1")
     _, *lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"')]
     versions = {"versions": lines[-1]["versions"]} if system == "TRL" else {}
     lists = {"seconds": curve(lines, "seconds", 6), "lengths": curve(lines, "response_length", 6)}
@@ -124,8 +140,8 @@ def summary(*workloads: str) -> None:
     lines, rows = [], [row for row in load("speed") if row["workload"] in workloads]
     groups = group_by(rows, "workload", "system")
     for workload in workloads:
-        for system in SYSTEMS:
-            runs, first = groups[workload, system], groups[workload, SYSTEMS[0]]
+        for system in COMPARED[workload]:
+            runs, first = groups[workload, system], groups[workload, COMPARED[workload][0]]
             speed, each = tokens_per_second(runs), [tokens_per_second([run]) for run in runs]
             digits = 0 if speed >= 100 else 1
             text = f"{speed:.{digits}f}"
@@ -140,13 +156,13 @@ def main(args: Args) -> None:
     cells = []
     for workload in args.workloads:
         for seed in range(1, REPEATS[workload] + 1):
-            for system in SYSTEMS:
-                script = {} if system == "TRL" else {"script": "grpo"}
-                cells.append({"workload": workload, "system": system, "seed": seed} | script)
+            for system in COMPARED[workload]:
+                script = SYSTEMS[system][0]
+                cell = {"workload": workload, "system": system, "seed": seed}
+                cells.append(cell | ({"script": script} if script else {}))
     with tempfile.TemporaryDirectory() as folder:
         tail = Path(folder)
-        if "tail" in args.workloads:
-            make_tail(tail)
+        make_tail(tail)
         run_all("speed", cells, functools.partial(measure, tail), workers=1)
 
 
