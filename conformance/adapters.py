@@ -21,18 +21,14 @@ def ours(script):
         new = rollout["new_logprobs"].requires_grad_()
         loss, _ = script.policy_loss(args, rollout, new, case["num_sequences"], case["num_tokens"])
         (gradient,) = torch.autograd.grad(loss, new)
-        return {
-            "advantages": rollout["advantages"].numpy(),
-            "loss": loss.item(),
-            "gradient": gradient.numpy(),
-        }
+        return {"advantages": rollout["advantages"], "loss": loss.item(), "gradient": gradient}
 
     return function
 
 
 def tensors_of(case: dict) -> dict:
     """The arrays of a case as tensors, and the KL."""
-    tensors = {key: torch.tensor(x) for key, x in case.items() if hasattr(x, "shape")}
+    tensors = {key: torch.as_tensor(x) for key, x in case.items() if hasattr(x, "shape")}
     tensors["response_mask"] = tensors["response_mask"].bool()
     return tensors | {"kl": tensors["old_logprobs"] - tensors["ref_logprobs"]}
 
@@ -41,7 +37,7 @@ def results(case: dict, advantages, loss, new) -> dict:
     """What a framework computed, without the loss on policy: with a ratio in place of the log-prob it is another
     number with the same gradient."""
     (gradient,) = torch.autograd.grad(loss, new)
-    found = {"advantages": advantages.numpy(), "gradient": gradient.numpy()}
+    found = {"advantages": advantages, "gradient": gradient}
     is_on_policy = (case["new_logprobs"] == case["old_logprobs"]).all()
     return found if is_on_policy else found | {"loss": loss.item()}
 

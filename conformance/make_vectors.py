@@ -5,8 +5,6 @@ A mistake is a change of a case's inputs or of a line of references.py. Each cas
 
 import json
 import random
-import re
-import sys
 import tomllib
 from types import SimpleNamespace
 
@@ -85,12 +83,6 @@ def load_references(before: str = "", after: str = "") -> dict:
     return functions
 
 
-def functions_with(text: str) -> set[str]:
-    """The functions of references.py in which this text stands."""
-    starts = [match.start() for match in re.finditer(re.escape(text), REFERENCES)]
-    return {re.findall(r"^def (\w+)", REFERENCES[:start], re.MULTILINE)[-1] for start in starts}
-
-
 def short(x, digits: int):
     """Numbers with so many decimals; 0 as an integer, which is shorter."""
     if isinstance(x, dict):
@@ -106,22 +98,15 @@ def make_case(method: str, name: str, rollout: dict, references: dict[str, dict]
     if "reward_weights" in inputs:
         inputs["scores"] = rollout["several_scores"]
     case = rollout | inputs
-    case |= {
-        key: torch.tensor(case[key], dtype=torch.float64) for key in rollout if isinstance(case[key], list)
-    }
+    for key in rollout:
+        if isinstance(case[key], list):
+            case[key] = torch.tensor(case[key], dtype=torch.float64)
     case["response_mask"] = case["response_mask"].bool()
-    called = set()
-    sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
-    expected = compute(references[""], method, case)
-    sys.setprofile(None)
-    results = {
-        what: compute(references[""], method, case | change(case)) for what, change in INPUT_MISTAKES.items()
-    }
-    for what, (text, *_) in PLAN["mistakes"].items():
-        if called & functions_with(text):  # else nothing can change
-            results[what] = compute(references[what], method, case)
-    mistakes = {}
-    for what, result in results.items():
+    right, mistakes = references[""], {}
+    expected = compute(right, method, case)
+    for what in [*INPUT_MISTAKES, *PLAN["mistakes"]]:
+        change = INPUT_MISTAKES.get(what, lambda case: {})
+        result = compute(references.get(what, right), method, case | change(case))
         sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
         peaks = [max(row, key=abs) for row in result["advantages"]]
         if result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
@@ -136,9 +121,9 @@ def make_vectors() -> dict:
     references = {mistake: load_references(*change[:2]) for mistake, change in PLAN["mistakes"].items()}
     references[""] = load_references()
     methods = [method for method in PLAN["methods"] if f"{method}_loss" in references[""]]
-    made = {
-        m: [make_case(m, name, rollout, references) for name, rollout in rollouts.items()] for m in methods
-    }
+    made = {}
+    for method in methods:
+        made[method] = [make_case(method, name, rollout, references) for name, rollout in rollouts.items()]
     return {"version": PLAN["version"], "rollouts": rollouts, "methods": made}
 
 

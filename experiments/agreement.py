@@ -47,18 +47,19 @@ def comparison(framework: str) -> None:
         passed = row["cases"] - len({case for case, *_ in row["wrong"]})
         differences = [size for _, key, size, _ in row["wrong"] if key == "gradient"]
         names = [", ".join(names) or "other" for _, key, _, names in row["wrong"] if key != "loss"]
+        size = f"{max(differences):.1g}" if differences else ""
         cells = [f"`{row['method']}`", f"`{row['flags']}`", f"{passed} of {row['cases']}"]
-        cells += [f"{max(differences):.1g}" if differences else "", "; ".join(dict.fromkeys(names))]
-        lines.append(cells)
+        lines.append([*cells, size, "; ".join(dict.fromkeys(names))])
     table(["method", "closest flags", "cases passed", "gradient off by", "computes instead"], lines, rows)
 
 
 def main() -> None:
     import check
 
-    keys, cells = ("framework", "method", "flags", "vectors"), []
+    cells, vectors = [], check.VECTORS["version"]
     for framework, rows in FRAMEWORKS.items():
-        cells += [dict(zip(keys, (framework, *row, check.VECTORS["version"]))) for row in rows]
+        for method, flags in rows:
+            cells.append({"framework": framework, "method": method, "flags": flags, "vectors": vectors})
     run_all("agreement", cells, measure, workers=1)
 
 

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import tokenize
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,19 +145,19 @@ def apply(patches: Iterable[str], folder: str | Path) -> None:
         subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, env=env, check=True)
 
 
-def train(
-    script: str, flags: dict, run_dir: str | Path, env: dict | None = None, patches: Iterable[str] = ()
-) -> tuple[list[dict], float]:
-    """Run a script, or a copy with these patches. Returns the lines of its metrics.jsonl, and the seconds it took."""
-    file = shutil.copy(ROOT / f"{script}.py", Path(run_dir).parent) if patches else f"{script}.py"
-    apply(patches, Path(run_dir).parent)
+def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **env: str) -> list[dict]:
+    """Run a copy of a script with these patches. Returns the lines of its metrics.jsonl.
+
+    change is a function that gets the folder of the copy and edits it; env are environment variables.
+    """
+    file = shutil.copy(ROOT / f"{script}.py", run_dir.parent)
+    apply(patches, run_dir.parent)
+    if change:
+        change(run_dir.parent)
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    start = time.perf_counter()
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
-    seconds = time.perf_counter() - start
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
-    return lines, round(seconds, 1)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
 
 
 def environment(group: str) -> Path:
@@ -252,14 +251,15 @@ def show(values: list[float], digits: int = 2) -> str:
     return f"{text} ({min(values):.{digits}f}{between}{max(values):.{digits}f})"
 
 
-def table(heads: list[str], lines: Iterable[list[str]], rows: list[dict]) -> None:
+def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:
     """Print a Markdown table, and the provenance of the rows of the results in it."""
     print("\n| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
     for line in lines:
         print("| " + " | ".join(line) + " |")
     print()
-    print_provenance(rows)
+    if rows:
+        print_provenance(rows)
 
 
 def print_commands(*commands: list[str]) -> None:

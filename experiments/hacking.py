@@ -21,7 +21,7 @@ FLAGS |= {"eval_every": EVERY, "num_iterations": 100, "seed": 1}
 
 
 def measure(run_dir, script: str, beta: float) -> dict:
-    lines, _ = train(script, FLAGS | {"kl_coef": beta or 1e-9}, run_dir)
+    lines = train(script, FLAGS | {"kl_coef": beta or 1e-9}, run_dir)
     curves = {key: curve(lines, key) for key in ("score", "kl", "response_length")}
     return {"truth": curve(lines, "eval/score/2-5")} | curves
 

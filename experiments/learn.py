@@ -7,7 +7,6 @@ page prints these, the diffs of the ladder, and what tools/explain.py computes.
 """
 
 import difflib
-import re
 from pathlib import Path
 
 import common
@@ -37,7 +36,7 @@ RUNS = {
     "baseline one": ("reinforce_pp_baseline", ONE, []),
     "baseline scaled": ("reinforce_pp_baseline", ONE | {"reward_scale": 100}, []),
     "baseline kl": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, []),
-    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ["k1_in_the_loss"]),
+    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ["k1_for_k2"]),
     "reinforce_pp": ("reinforce_pp", SHORT, []),
     "reinforce_pp kl": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, []),
     "reinforce_pp broken": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, ["kl_is_paid"]),
@@ -51,7 +50,7 @@ SEEDS = (1, 2)
 
 def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: int) -> dict:
     # Evaluations do not change the training.
-    lines, _ = common.train(script, flags | {"seed": seed, "eval_every": 0}, run_dir, patches=patches)
+    lines = common.train(script, flags | {"seed": seed, "eval_every": 0}, run_dir, patches=patches)
     curves = {key: curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     ends = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
@@ -64,7 +63,7 @@ def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: i
 def code(script: str, *functions: str) -> None:
     """Print functions of a script."""
     source = (ROOT / f"{script}.py").read_text()
-    bodies = [re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.M | re.S)[0] for name in functions]
+    bodies = [sync.function_of(source, name) for name in functions]
     print("\n```python\n" + "\n\n\n".join(bodies) + "\n```\n")
 
 
@@ -113,16 +112,15 @@ def edit(name: str) -> None:
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
     """Print a line for each run: the score and these metrics, mean of the first third -> of the last."""
-    print(f"\n| run, seeds {' and '.join(map(str, SEEDS))} | " + " | ".join(("score", *keys)) + " |")
-    print("|---|" + "---|" * (1 + len(keys)))
+    lines, columns = [], ("score", *keys)
     for name in names:
         rows = [row for row in load("learn") if (row["script"], row["flags"], row["patches"]) == RUNS[name]]
-        ends = [
-            [" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows]
-            for key in ("score", *keys)
-        ]
-        print(f"| {label(rows[0])} | " + " | ".join("; ".join(cell) for cell in ends) + " |")
-    print()
+        line = [label(rows[0])]
+        for key in columns:
+            ends = [" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows]
+            line.append("; ".join(ends))
+        lines.append(line)
+    common.table([f"run, seeds {' and '.join(map(str, SEEDS))}", *columns], lines)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""GiB that grpo.py and grpo_lora.py need, by arithmetic, and beside measured peaks of three small models.
+"""The memory that grpo.py and grpo_lora.py need: arithmetic for Qwen2.5, and measured peaks of small models.
 
-The peaks are measured on a CPU, in some minutes, on Linux only:
+    MALLOC_MMAP_THRESHOLD_=65536 python experiments/memory_table.py        5 minutes on a core; Linux only
 
-    MALLOC_MMAP_THRESHOLD_=65536 python experiments/memory_table.py
+The variable makes malloc return the memory of freed tensors at once, so that the peak is that of the tensors.
 """
 
 import gc
@@ -27,11 +27,7 @@ TOY = (64, 176, 3, 64, 19, 1, 2, 2, 4, 8)  # loads the libraries
 def gib(script, hidden, inner, layers, kv, vocab, matrices, batch, micro_batch, response, prompt):
     """With --dtype bfloat16 --gradient_checkpointing, if every prompt and response has the largest length."""
     count = layers * hidden * (2 * hidden + 2 * kv + 3 * inner + 2) + matrices * vocab * hidden
-    terms = {
-        "weights": (4 + 2) * count,
-        "AdamW": 8 * count,
-        "reference": 4 * count,
-    }  # 2: the copy of autocast
+    terms = {"weights": (4 + 2) * count, "AdamW": 8 * count, "reference": 4 * count}  # 2: autocast's copy
     gradients, stored = 4 * count, 4
     if script == "grpo_lora":
         trained = 16 * layers * (9 * hidden + 2 * kv + 3 * inner)  # A and B, rank 16

@@ -29,21 +29,14 @@ ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 
 
-def cell(script: str, flags: dict, seed: int = 1) -> dict:
-    return {"script": script, "seed": seed, "flags": flags}
-
-
-CELLS = [
-    *(cell(script, ALL) for script in SCRIPTS),
-    *(cell(script, ALL, seed=seed) for script in ("rloo", "grpo") for seed in (2, 3)),
-    *(cell("rloo", {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)),
-    *(cell("rloo", ALL | {"kl_coef": beta}) for beta in (0.3, 1)),
-    cell("ppo", ALL | {"critic_learning_rate": 1e-5}),
-]
-LORA_CELLS = [
-    cell("grpo", SHORT_FLOAT32),
-    *(cell("grpo_lora", SHORT_FLOAT32 | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)),
-]
+RUNS = [(script, 1, ALL) for script in SCRIPTS]
+RUNS += [(script, seed, ALL) for script in ("rloo", "grpo") for seed in (2, 3)]
+RUNS += [("rloo", 1, {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)]
+RUNS += [("rloo", 1, ALL | {"kl_coef": beta}) for beta in (0.3, 1)]
+LORA_RUNS = [("grpo", 1, SHORT_FLOAT32)]
+LORA_RUNS += [("grpo_lora", 1, SHORT_FLOAT32 | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)]
+CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in RUNS]
+LORA_CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in LORA_RUNS]
 
 
 @dataclass
@@ -54,12 +47,12 @@ class Args:
 
 def all_flags(script: str, seed: int, flags: dict) -> dict:
     """The flags of a run. A script whose default is one response per prompt keeps it."""
-    all_flags = FLAGS | flags | {"seed": seed}
-    its_flags = common.defaults(script)
-    left_out = {"kl_coef", "num_minibatches"} - its_flags.keys()  # some scripts do not have these
-    if its_flags["samples_per_prompt"] == "1":
+    defaults = common.defaults(script)
+    left_out = {"kl_coef", "num_minibatches"} - defaults.keys()  # some scripts do not have these
+    if defaults["samples_per_prompt"] == "1":
         left_out.add("samples_per_prompt")
-    return {name: value for name, value in all_flags.items() if name not in left_out}
+    flags = FLAGS | flags | {"seed": seed}
+    return {name: value for name, value in flags.items() if name not in left_out}
 
 
 def read(run_dir: Path) -> dict:
@@ -73,11 +66,8 @@ def read(run_dir: Path) -> dict:
 
 
 def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
-    lines, seconds = common.train(script, all_flags(script, seed, flags), run_dir)
-    lines = [line for line in lines if "score" in line]
-    tokens = sum(FLAGS["batch_size"] * line["response_length"] * line.get("rollouts", 1) for line in lines)
-    curves = {key: [line[key] for line in lines if key in line] for key in ("score", "kl", "entropy")}
-    return {"seconds": seconds, "tokens": tokens} | curves | read(run_dir)
+    lines = common.train(script, all_flags(script, seed, flags), run_dir)
+    return {key: common.curve(lines, key, 6) for key in ("score", "kl", "entropy")} | read(run_dir)
 
 
 def held_out(run: dict) -> dict[str, tuple[float, float]]:
@@ -116,9 +106,8 @@ def demo_output() -> None:
 
 
 def runs_of(flags: dict) -> list[dict]:
-    """The committed runs with exactly these flags, by script."""
-    runs = [run for run in load("real") if run["flags"] == flags]
-    return sorted(runs, key=lambda run: (run["script"], run["seed"]))
+    """The committed runs with exactly these flags."""
+    return [run for run in load("real") if run["flags"] == flags]
 
 
 def print_lines(runs: list[dict], name) -> None:
@@ -140,20 +129,18 @@ def summary() -> None:
 def plain_questions() -> None:
     """Print a line for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
     runs = [run for run in load("real") if run["script"] == "rloo" and run["seed"] == 1]
-    lines = {"before": ["before training", "", "", "", ""]}
-    for run in sorted(runs, key=lambda run: run["flags"]["kl_coef"]):
-        beta, column = run["flags"]["kl_coef"], 3 if "dtype" in run["flags"] else 1
-        line = lines.setdefault(beta, [f"{beta:g}", "", "", "", ""])
-        for i, group in enumerate(("3 words", "plain questions")):
-            lines["before"][column + i], line[column + i] = (f"{x:.2f}" for x in held_out(run)[group])
-    heads = ["`--kl_coef`", "float32: 3 words", "questions", "bfloat16: 3 words", "questions"]
-    table(heads, lines.values(), runs)
+    for dtype in (None, "bfloat16"):
+        print_lines([run for run in runs if run["flags"].get("dtype") == dtype], label)
 
 
 def lora() -> None:
     """Print a line for grpo.py, and for each learning rate of grpo_lora.py."""
-    rate = lambda run: {"learning_rate": run["flags"].get("learning_rate", FLAGS["learning_rate"])}  # noqa: E731
-    print_lines(load("real_lora"), lambda run: label(run | {"flags": rate(run)}))
+
+    def name(run: dict) -> str:
+        flags = FLAGS | run["flags"]
+        return label(run | {"flags": {"learning_rate": flags["learning_rate"]}})
+
+    print_lines(load("real_lora"), name)
 
 
 def draw() -> None:

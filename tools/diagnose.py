@@ -5,11 +5,13 @@
 Reads args.json and metrics.jsonl of a policy script, also while it trains. docs/metrics.md explains the metrics.
 """
 
-import json
 import sys
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, variance
+
+import plot
+import tyro
 
 MIN_ITERATIONS = 20  # before that, most of what a metric does is noise
 EARLY = ("log-probs", "first kl", "equal groups", "truncated", "toy flags")  # what 5 iterations show
@@ -130,21 +132,13 @@ def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
     return {name: f"{found[name]}. {REMEDIES[name]}" for name in [x for x in names if x in found][:8]}
 
 
-def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1])
-    try:
-        flags = json.loads((folder / "args.json").read_text())
-        text = (folder / "metrics.jsonl").read_text()
-        rows = [json.loads(line) for line in text.split("\n")[:-1]]  # the last may still be in writing
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
+def main(run: tyro.conf.Positional[Path]) -> None:
+    flags, rows = plot.read_run(run)
     if len(Run(flags, rows).rows) < 5:
-        sys.exit(f"{folder} has fewer than 5 iterations of a policy script, too few to tell")
+        sys.exit(f"{run} has fewer than 5 iterations of a policy script, too few to tell")
     found = findings(flags, rows).values()
     print(*(found or ["nothing stands out; read samples.jsonl, too"]), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

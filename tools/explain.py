@@ -15,8 +15,12 @@ import sync
 import torch
 import tyro
 
-sys.path.insert(0, str(sync.ROOT))
+sys.path[:0] = [str(sync.ROOT), str(sync.ROOT / "experiments")]
+from common import table  # noqa: E402
+
+# What a group of responses does not have, by its name in the rollout
 NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
+NEEDS |= {"teacher_logprobs": "a teacher"}
 
 
 @dataclasses.dataclass
@@ -39,7 +43,7 @@ def loss_and_push(module, settings, batch, logprobs, num_tokens):
 
 
 def explain(args: Args, script: str):
-    """Advantages and pushes (B, T) of a script. An error, if it needs more than a group."""
+    """Advantages and pushes (B, T) of a script. A KeyError if it needs more than a group."""
     module = importlib.import_module(script)
     flags = {"samples_per_prompt": args.samples_per_prompt or len(args.scores)}
     if args.kl_coef is not None and "kl_coef" in {field.name for field in dataclasses.fields(module.Args)}:
@@ -63,25 +67,19 @@ def show(row: torch.Tensor, digits: int = 3) -> str:
     return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
 
 
-def print_table(heads: list[str], lines: list[list[str]]) -> None:
-    print("\n| " + " | ".join(heads) + " |\n" + "|" + "---|" * len(heads))
-    print("".join("| " + " | ".join(line) + " |\n" for line in lines))
-
-
 def print_group(args: Args) -> None:
     """A line for each script, or for those with the same numbers: advantage → push of a response's tokens."""
     lines, left_out = {}, []
     for script in args.scripts:
         try:
             rows = zip(args.lengths, *explain(args, script))
-        except Exception as error:  # it reads what a group does not have
-            needs = NEEDS.get(str(error.args[0]), f"other inputs ({error!r})")
-            left_out.append(f"`{script}` needs {needs}")
+        except KeyError as error:
+            left_out.append(f"`{script}` needs {NEEDS.get(error.args[0], error.args[0])}")
             continue
         cells = tuple(f"{show(advantages[:n])} → {show(push[:n], 4)}" for n, advantages, push in rows)
         lines.setdefault(cells, []).append(f"`{script}`")
     heads = [f"score {score:g}, {length} tokens" for score, length in zip(args.scores, args.lengths)]
-    print_table(["advantage → push", *heads], [[", ".join(same), *cells] for cells, same in lines.items()])
+    table(["advantage → push", *heads], [[", ".join(same), *cells] for cells, same in lines.items()])
     if left_out:
         print(f"Left out: {'; '.join(left_out)}.\n")
 
@@ -96,7 +94,7 @@ def print_gae() -> None:
         result = module.compute_advantages(module.Args(gae_lambda=gae_lambda), rollout)
         raw = (result["returns"] - values)[0].tolist()  # a return is the advantage plus the value
         lines.append([f"{gae_lambda:g}", *(f"{x:.3f}" for x in raw)])
-    print_table(["λ", *(f"token {t}, value {x:g}" for t, x in enumerate(values[0].tolist(), 1))], lines)
+    table(["λ", *(f"token {t}, value {x:g}" for t, x in enumerate(values[0].tolist(), 1))], lines)
 
 
 def print_kl() -> None:
@@ -116,7 +114,7 @@ def print_kl() -> None:
         cells = [f"{policy:g}", f"{reference:g}", *(f"{x:.3f}" for x in numbers + pushes)]
         lines.append([f"token {token}", *cells])
     lines.append(["mean under π", "", "", *(f"{x:.3f}" for x in means), "", ""])
-    print_table(["", "π", "π_ref", "k1", "k2", "k3", "push of k2", "push of k3"], lines)
+    table(["", "π", "π_ref", "k1", "k2", "k3", "push of k2", "push of k3"], lines)
 
 
 if __name__ == "__main__":

@@ -109,11 +109,13 @@ def sync(root: Path) -> int:
     return 0
 
 
+def function_of(source: str, name: str) -> str:
+    return re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
+
+
 def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
     """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
-    sources = [(root / f"{name}.py").read_text() for name in (a, b)]
-    bodies = [re.search(rf"^def {function}\(.*?(?=\n\n\n)", source, re.M | re.S)[0] for source in sources]
-    old, new = (body.splitlines() for body in bodies)
+    old, new = (function_of((root / f"{name}.py").read_text(), function).splitlines() for name in (a, b))
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
     print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 

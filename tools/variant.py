@@ -21,8 +21,9 @@ REFUSED = {
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
-# What a feature needs beside another: vLLM gets the weights with the adapter added.
-BOTH = {("lora", "vllm"): ("dict(policy.named_parameters(remove_duplicate=False))", "merged_weights(policy)")}
+# What vLLM gets, and what it gets beside LoRA: the weights with the adapter added
+WEIGHTS = "dict(policy.named_parameters(remove_duplicate=False))"
+MERGED_WEIGHTS = "merged_weights(policy)"
 LINES = {"width": 108, "break_long_words": False, "break_on_hyphens": False}
 
 
@@ -57,15 +58,14 @@ def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
         packages |= {key: value for key, value in new_packages.items() if old_packages.get(key) != value}
         flags |= {key: value for key, value in new_flags.items() if old_flags.get(key) != value}
         toy, present = toy + commands[0], [*present, feature]
-    for pair, (old, new) in BOTH.items():
-        text = text.replace(old, new) if {*pair} <= {*present} else text
+    if "lora" in present and "vllm" in present:
+        text = text.replace(WEIGHTS, MERGED_WEIGHTS)
 
     result = "_".join([name, *chosen])
     pins = ", ".join(f'"{package}{version}"' for package, version in packages.items())
     pins = fill(f"# dependencies = [{pins}]", subsequent_indent="#" + " " * 17, **LINES)
-    header = (
-        f"{HEADER.match(sources[name])[1]}{pins}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
-    )
+    header = f"{HEADER.match(sources[name])[1]}{pins}\n# ///\n"
+    header += f"# variant of {script}.py with {', '.join(present)}\n"
     made = f"Made by `make variant SCRIPT={name} FEATURE={','.join(chosen)}`. The feature is explained in "
     made += " and ".join(f"{features[feature]}.py" for feature in chosen) + ". A toy, and a model on 8 GPUs:"
     start = commands[-1].partition(".py")[0].rpartition(" ")[0]
@@ -80,25 +80,14 @@ def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
     return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
 
 
-def matrix(names: list[str]) -> None:
-    """Print which script takes which feature, and why another does not, as Markdown."""
-    features = sync.features()
-    print(
-        "\n| script | "
-        + " | ".join(f"`{feature}`" for feature in features)
-        + " |\n|---|"
-        + "---|" * len(features)
-    )
-    for name in names:
-        cells = []
-        for feature in features:
-            try:
-                cells.append(combine(name, [feature]) and "yes")
-            except ValueError as error:
-                reason = str(error).partition("\n")[0].partition(": ")[2]
-                cells.append(reason if feature in sync.features_of(name) else f"no: {reason}")
-        print(f"| `{name}` | " + " | ".join(cells) + " |")
-    print()
+def answer(name: str, feature: str) -> str:
+    """Whether a script takes a feature, or why not, for the table in docs/variants.md."""
+    try:
+        combine(name, [feature])
+    except ValueError as error:
+        reason = str(error).partition("\n")[0].partition(": ")[2]
+        return reason if feature in sync.features_of(name) else f"no: {reason}"
+    return "yes"
 
 
 if __name__ == "__main__":

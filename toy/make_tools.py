@@ -96,15 +96,13 @@ def main(seed: int = 0, out: Path = HERE / "tools") -> None:
     for name in ("train", "heldout"):
         write_jsonl(out / f"{name}.jsonl", data[name])
     with tempfile.TemporaryDirectory() as folder:
-        untrained, base = f"{folder}/untrained", f"{folder}/base"
+        untrained, base = Path(folder, "untrained"), Path(folder, "base")
         make_untrained_model(seed, len(WORDS)).save_pretrained(untrained)
         make_tokenizer(WORDS).save_pretrained(untrained)
         for name in ("curriculum", "demonstrations"):
             write_jsonl(Path(folder, f"{name}.jsonl"), data[name])
-        flags = ["--model", untrained, "--dataset", f"{folder}/curriculum.jsonl"]
-        train("sft.py", Path(base), seed, *flags, *CURRICULUM_FLAGS)
-        flags = ["--model", base, "--dataset", f"{folder}/demonstrations.jsonl"]
-        train("sft.py", out / "policy", seed, *flags)
+        train("sft.py", untrained, Path(folder, "curriculum.jsonl"), base, seed, CURRICULUM_FLAGS)
+        train("sft.py", base, Path(folder, "demonstrations.jsonl"), out / "policy", seed)
 
 
 if __name__ == "__main__":

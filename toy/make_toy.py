@@ -127,22 +127,14 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         wrong = [response for response in responses if response not in right]
         if right and wrong:
             pair = {"prompt": prompt(chain), "chosen": right[0], "rejected": wrong[0]}
-            same = (
-                right[0].split()[0] == wrong[0].split()[0]
-            )  # both begin with "think", or both with "answer"
+            same = right[0].split()[0] == wrong[0].split()[0]  # the first word, "think" or "answer"
             pair["group"] = "same style" if same else "different style"
             if len(train_pairs) < 4500:
                 train_pairs.append(pair)
             elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
                 heldout_pairs.append(pair)  # never a chain of 2: training has all of them
-    return {
-        "train": train,
-        "heldout": heldout,
-        "demonstrations": demonstrations,
-        "preferences_train": train_pairs,
-        "preferences_heldout": heldout_pairs,
-        "curriculum": curriculum,
-    }
+    rows = {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
+    return rows | {"preferences_train": train_pairs, "preferences_heldout": heldout_pairs}
 
 
 def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
@@ -186,12 +178,13 @@ def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
     return LlamaForCausalLM(LlamaConfig(**sizes, **ids))
 
 
-def train(script: str, out: Path, seed: int, *flags: str) -> None:
+def train(script: str, model: Path, dataset: Path, out: Path, seed: int, flags=()) -> None:
     """Run a script and take its model to out."""
     with tempfile.TemporaryDirectory() as runs:
-        run_dir = Path(runs) / "run"
-        command = [sys.executable, str(HERE.parent / script), "--seed", str(seed), "--device", "cpu"]
-        subprocess.run([*command, "--run_dir", str(run_dir), *flags], check=True)
+        run_dir = Path(runs, "run")
+        command = [sys.executable, HERE.parent / script, "--model", model, "--dataset", dataset]
+        command += ["--run_dir", run_dir, "--seed", str(seed), "--device", "cpu", *flags]
+        subprocess.run(command, check=True)
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
 
 
@@ -200,24 +193,20 @@ def main(seed: int = 0, out: Path = HERE) -> None:
     data = make_data(seed)
     for name in data.keys() - {"curriculum"}:
         write_jsonl(out / f"{name}.jsonl", data[name])
+    base, policy = out / "base", out / "policy"
     with tempfile.TemporaryDirectory() as scratch:
-        untrained, curriculum = Path(scratch) / "untrained", Path(scratch) / "curriculum.jsonl"
+        untrained, curriculum = Path(scratch, "untrained"), Path(scratch, "curriculum.jsonl")
+        hints = Path(scratch, "hints.jsonl")
         make_tokenizer().save_pretrained(untrained)
         make_untrained_model(seed).save_pretrained(untrained)
         write_jsonl(curriculum, data["curriculum"])
-        flags = ["--model", str(untrained), "--dataset", str(curriculum)]
-        train("sft.py", out / "base", seed, *flags, *CURRICULUM_FLAGS)
-    flags = ["--model", str(out / "base"), "--dataset", str(out / "demonstrations.jsonl")]
-    train("sft.py", out / "policy", seed, *flags)
-    with tempfile.TemporaryDirectory() as scratch:
-        write_jsonl(Path(scratch) / "hints.jsonl", with_hints(random.Random(seed), data["demonstrations"]))
-        flags = ["--model", str(out / "base"), "--dataset", str(Path(scratch) / "hints.jsonl")]
-        train("sft.py", out / "hinted", seed, *flags)
-    flags = ["--model", str(out / "policy"), "--dataset", str(out / "preferences_train.jsonl")]
-    flags += ["--eval_dataset", str(out / "preferences_heldout.jsonl")]
-    train("reward_model.py", out / "reward_model", seed, *flags)
-    flags = ["--model", str(out / "policy"), "--dataset", str(out / "train.jsonl")]
-    train("reinforce_pp.py", out / "teacher", seed, *flags)
+        write_jsonl(hints, with_hints(random.Random(seed), data["demonstrations"]))
+        train("sft.py", untrained, curriculum, base, seed, CURRICULUM_FLAGS)
+        train("sft.py", base, out / "demonstrations.jsonl", policy, seed)
+        train("sft.py", base, hints, out / "hinted", seed)
+    pairs, heldout_pairs = out / "preferences_train.jsonl", out / "preferences_heldout.jsonl"
+    train("reward_model.py", policy, pairs, out / "reward_model", seed, ("--eval_dataset", heldout_pairs))
+    train("reinforce_pp.py", policy, out / "train.jsonl", out / "teacher", seed)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
-FIRST = [
-    "bugs",
-    "exact",
-    "toy",
-    "estimators",
-]  # of the guide; the other pages of docs/ follow, except learn.md
+FIRST = ["bugs", "exact", "toy", "estimators"]  # of the guide; the others of docs/ follow, except learn.md
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
