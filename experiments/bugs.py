@@ -8,10 +8,12 @@ docs/bugs.png and docs/metrics.png, too.
 """
 
 import ast
+import difflib
 import json
 import math
 import shutil
 import sys
+import tempfile
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -218,6 +220,20 @@ def examples() -> None:
     print("```\n")
 
 
+def changes() -> None:
+    """Print the bugs in the picture as diffs."""
+    for number, bug in enumerate(SHOWN, 1):
+        script = f"{script_of(bug)}.py"
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(shutil.copy(ROOT / script, folder))
+            before = copy.read_text().splitlines()
+            MUTANT[bug].change(copy.parent)
+            lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0)][2:]
+        print(f"\n{number}. {bug}, in `{MUTANT[bug].function.split('.')[1]}` of `{script}`\n\n   ```diff")
+        print(*(f"   {line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-"), "   ```", sep="\n")
+    print()
+
+
 def draw() -> None:
     """Draw docs/bugs.png: score and a metric of each bug in SHOWN, over the runs of the unchanged script in grey."""
     import matplotlib.pyplot as plt
@@ -241,15 +257,38 @@ def draw() -> None:
 
 
 def draw_metrics() -> None:
-    """Draw docs/metrics.png: a healthy run and the two mistakes."""
+    """Draw docs/metrics.png: a healthy run and three that are not, each with two metrics and a note."""
+    import matplotlib.pyplot as plt
     import plot
 
-    groups = {}
-    for script, flags in (("grpo", {}), *MISTAKES):
-        metrics = unchanged(script, flags)[0]["metrics"]
-        name = common.label({"script": script, "flags": flags}).strip("`")
-        groups[name] = [common.plot_rows(metrics, "score", "kl", "response_length", "entropy")]
-    plot.draw(groups, ROOT / "docs" / "metrics.png")
+    hacked = next(
+        run for run in common.load("hacking") if (run["script"], run["beta"]) == ("reinforce_pp", 0.0)
+    )
+    hacked["held-out accuracy"] = [value for value in hacked["truth"] for _ in range(5)]
+    good, high, wrong = (unchanged(*pair)[0]["metrics"] for pair in (("grpo", {}), *MISTAKES))
+    panels = {  # run, second metric, note and the points that its arrow joins
+        "healthy": (good, "equal_groups", "at first, all groups differ", (8, 0), (18, 0.1)),
+        "equal groups": (wrong, "equal_groups", "every response scores 0", (10, 0), (20, 0.3)),
+        "learning rate too high": (high, "entropy", "score falls to chance", (49, 0.2), (36, 1.0)),
+        "reward hacking": (
+            hacked,
+            "held-out accuracy",
+            "accuracy falls, score rises",
+            (35, 0.55),
+            (50, 0.95),
+        ),
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5), dpi=110, layout="constrained")
+    for axis, (title, (curves, other, note, end, start)) in zip(axes.flat, panels.items()):
+        for name, color in zip(("score", other), plot.COLORS):
+            axis.plot(range(1, 1 + len(curves[name])), curves[name], color=color, lw=1.3, label=name)
+        axis.set_title(title, fontsize=10)
+        axis.annotate(note, end, start, fontsize=8, arrowprops={"arrowstyle": "->", "lw": 0.7})
+        axis.set_ylim(-0.05, 1.3 * max(curves["score"] + curves[other]))  # room for the legend
+        axis.legend(fontsize=8, frameon=False, loc="upper center", ncols=2)
+        axis.grid(alpha=0.25)
+    figure.supxlabel("iteration", fontsize=9)
+    plot.save(figure, ROOT / "docs" / "metrics.png")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """flash_reinforce.py on the toy with responses that are some updates old, behind gates of several widths.
 
-    python experiments/staleness.py        train and print the table: 100 runs of half a minute
+    python experiments/staleness.py        train, draw and print the table: 100 runs of half a minute
 
 One process does what flash_reinforce_async.py does with two ranks, and needs half the CPU: patches/delayed.patch
 samples with the weights of n updates ago, n from the environment. A test compares the two, bit by bit.
@@ -9,10 +9,10 @@ samples with the weights of n updates ago, n from the environment. A test compar
 from itertools import product
 
 import tyro
-from common import curve, group_by, load, mean, run_all, show, table, train
+from common import ROOT, curve, group_by, load, mean, run_all, show, table, train
 
 SEEDS = (1, 2, 3, 4, 5)
-RATES = (2e-4, 5e-5)
+RATES = (2e-4, 1e-4)
 STALENESS = (0, 1, 2, 4)
 DELTAS = {1e6: "off", 0.01: "0.01", 0.003: "0.003"}
 FLAGS = {"eval_every": 0, "save_every": 0, "log_every": 10**6}
@@ -48,8 +48,32 @@ def summary() -> None:
     table(heads, lines, rows)
 
 
+def draw() -> None:
+    """Draw the score against n, mean and range of the seeds: a panel for each rate, a line for each delta."""
+    import matplotlib.pyplot as plt
+    import plot
+
+    figure, axes = plt.subplots(1, len(RATES), figsize=(8, 3), sharey=True, layout="constrained")
+    for axis, rate in zip(axes, RATES):
+        for delta, color in zip(DELTAS, plot.COLORS):
+            scores = {n: [] for n in STALENESS}
+            for run in load("staleness"):
+                flags, n = run["flags"], run["staleness"]
+                if flags["learning_rate"] == rate and (n == 0 or flags["delta"] == delta):
+                    scores[n].append(mean(run["score"][-10:]))
+            lows, means, highs = zip(*((min(x), mean(x), max(x)) for x in scores.values()))
+            axis.plot(STALENESS, means, color=color, marker=".", label=f"δ {DELTAS[delta]}")
+            axis.fill_between(STALENESS, lows, highs, color=color, alpha=0.12, linewidth=0)
+        axis.set(title=f"learning rate {rate:g}", xticks=STALENESS, xlabel="n: updates since sampling")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("score, last 10 iterations")
+    axes[0].legend(frameon=False)
+    plot.save(figure, ROOT / "docs" / "staleness.png")
+
+
 def main() -> None:
     run_all("staleness", cells(), measure)
+    draw()
     summary()
 
 
