@@ -30,7 +30,7 @@ RESULTS = ROOT / "experiments" / "results"
 PATCHES = ROOT / "experiments" / "patches"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from sync import policy_scripts  # noqa: E402
+from sync import OWN, policy_scripts  # noqa: E402
 
 POLICY_SCRIPTS = tuple(policy_scripts())
 
@@ -47,14 +47,17 @@ def save(name: str, rows: list[dict]) -> None:
 # --- provenance: what made a row, and whether its script has changed since ---
 
 
-def provenance(script: str | None = None, patches: Iterable[str] = ()) -> dict:
-    """What made a row that is measured now. Without a script it has no "code", and the row is never stale."""
+def provenance(script: str | None = None, patches: Iterable[str] = (), part: str = "code") -> dict:
+    """What made a row that is measured now: also a hash, under the name of the part of the script that it covers.
+
+    "code" is all above the plumbing, "estimator" the estimator block. Without a script, the row is never stale.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor() or platform.machine()
-    code = {"code": code_hash(script, patches)} if script else {}
+    code = {part: code_hash(script, patches, part)} if script else {}
     machine = f"{os.cpu_count()} cores, {processor}"
     return code | {"versions": versions(), "machine": machine, "date": str(datetime.date.today())}
 
@@ -65,16 +68,18 @@ def versions(*more: str) -> list[str]:
     return [f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names]
 
 
-def code_hash(script: str, patches: Iterable[str] = ()) -> str:
+def code_hash(script: str, patches: Iterable[str] = (), part: str = "code") -> str:
     """A hash of the code that decides a script's numbers, and of the patches that a run applies to it."""
-    parts = [code_of((ROOT / f"{script}.py").read_text())]
+    parts = [code_of((ROOT / f"{script}.py").read_text(), part)]
     parts += [(PATCHES / f"{patch}.patch").read_text() for patch in patches]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
 @cache
-def code_of(source: str) -> str:
-    """The lines of a script above its plumbing, without comments, docstrings and blank lines."""
+def code_of(source: str, part: str) -> str:
+    """The lines of a script above its plumbing or of its estimator, without comments, docstrings and blank lines."""
+    if part == "estimator":
+        _, source = OWN.findall(source)
     source = source.partition("\n# --- plumbing")[0]
     lines = source.splitlines()
     # Not ast.unparse, whose text depends on the version of Python.
@@ -89,7 +94,8 @@ def code_of(source: str) -> str:
 
 def is_stale(row: dict) -> bool:
     """Whether the code that made a row has changed."""
-    return "code" in row and row["code"] != code_hash(row["script"], row.get("patches", []))
+    parts = [part for part in ("code", "estimator") if part in row]
+    return any(row[part] != code_hash(row["script"], row.get("patches", []), part) for part in parts)
 
 
 def print_provenance(rows: list[dict]) -> None:
@@ -178,7 +184,9 @@ def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
     return [round(line[key], digits) for line in metrics if key in line]
 
 
-def run_all(name: str, cells: list[dict], measure: Callable[..., dict], workers: int = 2) -> None:
+def run_all(
+    name: str, cells: list[dict], measure: Callable[..., dict], workers: int = 2, part: str = "code"
+) -> None:
     """Add a row to results/<name>.jsonl for each cell that has none: the cell, its provenance, and what measure gives.
 
     The rows have the order of the cells; other rows of the file come after them.
@@ -189,7 +197,7 @@ def run_all(name: str, cells: list[dict], measure: Callable[..., dict], workers:
         return next((i for i, cell in enumerate(cells) if cell.items() <= row.items()), len(cells))
 
     def run(cell: dict) -> dict:
-        made = provenance(cell.get("script"), cell.get("patches", []))
+        made = provenance(cell.get("script"), cell.get("patches", []), part)
         with tempfile.TemporaryDirectory() as folder:
             return cell | made | measure(Path(folder, "run"), **cell)
 

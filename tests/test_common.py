@@ -26,21 +26,24 @@ def edit(path, old, new):
 
 
 @pytest.mark.parametrize(
-    "old, new, is_stale",
+    "old, new, stale",
     [
-        ("import torch\n", "import torch\nimport random\n", True),
-        ("import torch\n", "# a comment\n\nimport torch  # another\n", False),
-        ('    """', '    """Other words\n    on two lines. ', False),
-        ('if __name__ == "__main__":', 'x = 1\n\nif __name__ == "__main__":', False),
+        ("import torch\n", "import torch\nimport random\n", {"code"}),
+        ("shifted.mean(1", "shifted.amax(1", {"code", "estimator"}),
+        ("import torch\n", "# a comment\n\nimport torch  # another\n", set()),
+        ('    """', '    """Other words\n    on two lines. ', set()),
+        ('if __name__ == "__main__":', 'x = 1\n\nif __name__ == "__main__":', set()),
     ],
-    ids=["code", "comment", "docstring", "plumbing"],
+    ids=["code", "estimator", "comment", "docstring", "plumbing"],
 )
-def test_an_edit_above_the_plumbing_makes_a_row_stale(folder, capsys, old, new, is_stale):
-    rows = [{"script": "grpo"} | common.provenance("grpo"), {"system": "trl"} | common.provenance()]
+def test_which_edits_make_a_row_stale(folder, capsys, old, new, stale):
+    """One of a run is stale if the code above the plumbing has changed, one of exact.py if the estimator has."""
+    rows = {part: {"script": "grpo"} | common.provenance("grpo", part=part) for part in ("code", "estimator")}
     edit(folder / "grpo.py", old, new)
-    common.print_provenance(rows)
+    assert {part for part, row in rows.items() if common.is_stale(row)} == stale
+    common.print_provenance([*rows.values(), {"system": "trl"} | common.provenance()])
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.endswith("Stale, since the script has changed: `grpo.py`.") == is_stale
+    assert ("Stale, since the script has changed: `grpo.py`." in printed) == bool(stale)
 
 
 def test_an_edit_of_a_patch_makes_its_rows_stale(folder):

@@ -39,6 +39,25 @@ def test_every_right_response_has_the_weight_of_reinforce():
         torch.testing.assert_close(w, torch.ones_like(w), atol=0, rtol=1e-12)
 
 
+def responses_of_two_answers(script: str, rate: float, k: int = 8) -> float:
+    """Responses for a signal, in a softmax over a right and a wrong answer: gradients 1 - p and -p of one logit."""
+    args, mean, second = make_args(script, samples_per_prompt=k), 0.0, 0.0
+    for rights, chance in enumerate(exact.binomial(k, rate)):
+        is_right = torch.arange(k) < rights
+        slope = slopes(script, args, make_rollout(is_right.double()), k, k)[:, 0]
+        update = (slope * torch.where(is_right, 1 - rate, -rate)).sum()
+        mean, second = mean + chance * update, second + chance * update**2
+    return float(k * (second - mean**2) / mean**2)
+
+
+def test_with_two_answers_the_order_of_noise_is_reversed_on_easy_prompts():
+    """As docs/exact.md says: the tokens of right responses have a small gradient there, against section 5's model."""
+    ratio = {
+        p: responses_of_two_answers("raft", p) / responses_of_two_answers("rloo", p) for p in (0.01, 0.99)
+    }
+    assert ratio[0.01] > 1 > ratio[0.99]
+
+
 def policies():
     generator = torch.Generator().manual_seed(0)
     tree = Tree(3, 4)
@@ -83,8 +102,21 @@ def test_k1_in_the_loss_has_no_expected_gradient():
 def test_without_knowing_that_it_is_wrong_no_script_makes_responses_longer():
     theta = torch.tensor([-1.0, -2.0], **float64)  # one logit of stopping, whether right or wrong
     for script in ("grpo", "rloo"):
-        update = exact.length_update(script, theta, exact.length_advantages(script, 0.27))
+        update = exact.length_update(script, theta, exact.length_advantages(script, False))
         assert update[0] > 0 and abs(update[1]) < 1e-12
     tells = torch.tensor([-1.0, -2.0, -2.0], **float64)
-    update = exact.length_update("grpo", tells, exact.length_advantages("grpo", 0.27))
+    update = exact.length_update("grpo", tells, exact.length_advantages("grpo", False))
     assert update[1] > 0 > update[2]  # right ones stop sooner, wrong ones later
+
+
+def test_in_a_minibatch_of_64_dapo_keeps_2_percent_of_the_drift_of_grpo():
+    """Where it is computed, N_tok is a constant. Here it is the length of the response, and 63 mean lengths."""
+    theta = torch.tensor([-2.2, -2.7, -2.7], **float64, requires_grad=True)
+    advantages = exact.length_advantages("dapo", False)
+    logprobs = exact.length_logprobs(theta)
+    chance = logprobs.detach().sum(1).exp()
+    own = (exact.binomial(7, theta[0].detach().sigmoid()) @ advantages)[exact.IS_RIGHT.long()]
+    tokens = exact.LENGTHS + 63 * (chance * exact.LENGTHS).sum()
+    (dapo,) = torch.autograd.grad((chance * own / tokens * logprobs.sum(1)).sum(), theta)
+    grpo = exact.length_update("grpo", theta.detach(), exact.length_advantages("grpo", False))
+    assert float((dapo[1] / dapo[0]) / (grpo[1] / grpo[0])) == pytest.approx(0.02, abs=0.005)
