@@ -25,6 +25,7 @@ DATA = {
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [{"prompt": "3 ?"}] * 16,
     "few": [GOOD],
+    "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
     "new_word": [{"prompt": "3 new", "answer": "3"}] * 16,
     "taken": [GOOD | {"completions": "3"}] * 16,
 }
@@ -89,6 +90,7 @@ CASES = {
     "ids beyond the model": ("--model {bad}/chat --dataset {bad}/new_word.jsonl", "row 0", "beyond the 22"),
     "NaN in a .jsonl": ("--dataset {bad}/nan.jsonl", "row 1", "NaN"),
     "columns of the script": ("--dataset {bad}/taken.jsonl", "completions", "rename"),
+    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", "no content"),
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
@@ -100,6 +102,7 @@ CASES = {
     "reward misspelled": ("--reward exact_anwser",),
     "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not return 16 finite scores"),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
+    "reward model a causal LM": ("--reward {toy}/policy", "use a reward model"),
     "reward model of 3 outputs": ("--reward {bad}/three", "one output"),
 }
 

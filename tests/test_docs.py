@@ -125,12 +125,5 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_readme_has_a_row_for_every_script(path):
-    """The site takes their names from there."""
-    row = rf"^\| \[`{path.name}`\]\({path.name}\).*\(docs/scripts/{path.stem}\.md\)"
-    assert re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)
-
-
 def test_the_patches_of_experiments_apply():
     subprocess.run(["git", "apply", "--check", *ROOT.glob("experiments/patches/*")], cwd=ROOT, check=True)

@@ -2,7 +2,10 @@
 
 import importlib
 import math
+import runpy
 import shutil
+import signal
+import sys
 
 import filelock
 import pytest
@@ -24,23 +27,31 @@ def flags(tmp_path):
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
-KILLS = ["torn checkpoint:2", "before rename:1", "half a model:1"]
-ALL = [(script, ranks, KILLS) for script in ("grpo", "ppo") for ranks in (1, 2)]
-CASES = [("grpo", 1, KILLS[:1]), *(pytest.param(*case, marks=pytest.mark.long) for case in ALL)]
+def start(script: str, ranks: int, kill: str, **flags) -> int:
+    """The exit code of a run in processes of its own, which is killed at this moment."""
+    program = ROOT / "tests" / "resume.py", kill, ROOT / f"{script}.py"
+    words = words_of(device="cpu", batch_size=16, **flags)
+    return launch(*program, *words, ranks=ranks, check=False).returncode
 
 
-@pytest.mark.parametrize("script, ranks, kills", CASES)
-def test_a_killed_run_resumes_to_the_last_bit(script, ranks, kills, flags, tmp_path):
-    words = words_of(device="cpu", batch_size=16, **flags | {"num_iterations": 8})
+def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
+    run("grpo", run_dir=tmp_path / "whole", **flags)
+    killed = tmp_path / "killed"
+    assert start("grpo", 1, "torn checkpoint:2", run_dir=killed, **flags) == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    run("grpo", run_dir=killed, **flags)
+    resume.assert_same_run(tmp_path / "whole", killed)
 
-    def start(name, kill):
-        program = ROOT / "tests" / "resume.py", kill, ROOT / f"{script}.py"
-        result = launch(*program, *words, "--run_dir", tmp_path / name, ranks=ranks, check=not kill)
-        assert (result.returncode == 0) == (not kill), kill
 
-    start("whole", "")
-    for kill in (*kills, ""):
-        start("killed", kill)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_run_that_is_killed_three_times_resumes_to_the_last_bit(script, ranks, flags, tmp_path):
+    """While it writes a checkpoint, before that is renamed, and while it writes model/."""
+    assert start(script, ranks, "", run_dir=tmp_path / "whole", **flags) == 0
+    for kill in ("torn checkpoint:2", "before rename:1", "half a model:1"):
+        assert start(script, ranks, kill, run_dir=tmp_path / "killed", **flags) != 0, kill
+    assert start(script, ranks, "", run_dir=tmp_path / "killed", **flags) == 0
     resume.assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -172,8 +183,11 @@ def test_a_metric_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys
 
 
 def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path, capsys):
-    """A log that is shorter than at the checkpoint, a torn checkpoint, torn flags, and none: refused by name."""
+    """A log that is shorter than at the checkpoint, a torn checkpoint, torn flags, and none; or it is in use."""
     run("grpo", run_dir=tmp_path)
+    with filelock.FileLock(tmp_path / "lock"):
+        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
+    assert "another process may train there" in said
     for name, content, words in (
         ("metrics.jsonl", b'{"iteration"', "is shorter"),
         ("checkpoint.pt", b"PK", "checkpoint.pt: "),
@@ -190,19 +204,20 @@ def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path, capsys):
         assert content is None or path.read_bytes() == content
         path.write_bytes(before)
     run("grpo", run_dir=tmp_path, num_iterations=3)
-    with filelock.FileLock(tmp_path / "lock"):
-        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=4)
-    assert "another process may train there" in said
+
+
+def test_a_copy_of_grpo_names_what_it_needs(tmp_path, monkeypatch, capsys):
+    script = shutil.copy(ROOT / "grpo.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    said = refused(capsys, runpy.run_path, script, run_name="__main__")
+    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grpo.py"]
 
 
 def test_a_copy_of_grpo_evaluates_nothing_that_the_user_did_not_name(tmp_path):
-    """It prints nothing to stderr. Without flags it names what it needs, and leaves the folder as it is."""
+    """And an uninterrupted run prints nothing to stderr."""
     shutil.copy(ROOT / "grpo.py", tmp_path)
-    result = launch("grpo.py", cwd=tmp_path, check=False)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: --model toy/policy: ") and "the repository" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
-
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
     flags = {"model": ROOT / "toy" / "policy", "dataset": "data.jsonl", "reward": "mine.py:f"}

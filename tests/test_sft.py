@@ -67,7 +67,7 @@ def test_an_epoch_has_every_example_once(tmp_path, monkeypatch, shuffle):
     seen = [rows[i]["prompt"] for (rows, indices, *_), _ in calls for i in indices]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
-    assert (first == second == prompts) if not shuffle else (prompts != first != second)
+    assert (first == prompts) == (second == prompts) == (first == second) == (not shuffle)
 
 
 # From here on: sft.py, reward_model.py and dpo.py.
@@ -115,6 +115,8 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     run_stage(script, **flags, run_dir=killed)
     resume.assert_same_run(whole, killed)
     lines = read_jsonl(killed / "metrics.jsonl")
+    losses = [x["loss"] for x in lines if "loss" in x]
+    assert sum(losses[-8:]) < sum(losses[:8])  # the last epoch and the first
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
     linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])

@@ -4,7 +4,6 @@ import re
 
 import make_toy
 import pytest
-import transformers
 from conftest import ROOT, SKELETONS, read_jsonl
 from zoo import run
 
@@ -22,9 +21,6 @@ def test_tokenizer_is_the_one_that_is_made(tmp_path):
     make_toy.make_tokenizer().save_pretrained(tmp_path)
     for model in ("base", "policy", "hinted", "reward_model"):
         assert (TOY / model / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOY / "policy")
-    text = "think 3 + 5 = 8 - 2 = 6 answer 6"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) == 19
 
 
 def chain_value(prompt: str) -> int:
