@@ -246,7 +246,7 @@ def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, k, tmp_p
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
     advantages = recorded(monkeypatch, module, "compute_advantages")
     (tmp_path / "mine.py").write_text(
-        "def f(completions, **_): return [3.0 + len(x) // 3 for x in completions]"
+        "def f(completions, **_): return [3 + x.count('3') for x in completions]"
     )
     flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
     flags |= {"samples_per_prompt": k, "num_iterations": 1, "max_response_length": 4}
@@ -257,6 +257,7 @@ def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, k, tmp_p
     if k == 2:
         is_equal = raw[::2] == raw[1::2]
         assert line["equal_groups"] == float(is_equal.double().mean()) not in (0, 1)
+        assert (rollout["scores"][::2] != rollout["scores"][1::2])[is_equal].any()  # by the penalty
     assert 0 < rollout["truncated"].sum() < 16
     assert len(scored) == (2 if script == "remax" else 1)
     for name, (_, raw_scores), (_, sampled) in zip(("scores", "greedy_scores"), scored, generated):
