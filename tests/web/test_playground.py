@@ -13,7 +13,7 @@ import torch
 from browser import ROOT, browser, playwright, visit  # noqa: F401  two fixtures
 
 pytestmark = pytest.mark.web
-# A port to JavaScript is optional, and so is the sentence about the Playground on the page of a script.
+# A port to JavaScript is optional.
 PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
 # Reads a list of batches, adds those of the presets, and writes {batches, results, presets}: results has a list for
 # each script, and presets has what a preset says and the number of its batch.
