@@ -8,8 +8,8 @@ A mutant is a copy of the repository in which one function of one script is chan
 fail. Exit code 1 if one survives.
 """
 
-import ast
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -76,37 +76,15 @@ MUTANTS = {
         ("ppo: no lambda", "ppo.compute_advantages", "args.gae_lambda * advantage", "advantage"),
         ("ppo: the smaller value error", "ppo.value_loss", "torch.max(", "torch.min("),
     ],
-    "test_tools.py": [
-        ("tools: answers are learned", "reinforce_pp_tools.generate", " & ~is_answer", ""),
-        ("tools: an answered EOS ends", "reinforce_pp_tools.generate", "t : t + 2] < 0", "t : t + 1] < 0"),
-        ("tools: sampled in an answer", "reinforce_pp_tools.generate",
-         "torch.where(answer_tokens < 0", "torch.where(answer_tokens < 99"),
-        ("tools: no limit", "reinforce_pp_tools.generate", "num_calls[active] < args.max_calls", "True"),
-    ],
+    "test_tools.py": [("tools: answers are learned", "reinforce_pp_tools.generate", " & ~is_answer", "")],
     "test_lora.py": [
         ("lora: the adapter in the reference", "grpo_lora.main", "with policy.disable_adapter():", "if True:"),
-        ("lora: another adapter on each rank", "grpo_lora.add_adapter", "torch.manual_seed(args.seed)", "pass"),
-        ("lora: scale", "grpo_lora.add_adapter", "lora_alpha=args.lora_alpha", "lora_alpha=1"),
     ],
-    "test_fsdp.py": [
-        ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
-        ("fsdp: whole weights stay", "grpo_fsdp.release", "set_reshard_after_forward(True)", "eval()"),
-    ],
+    "test_fsdp.py": [("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))")],
     "test_async.py": [
         ("async: the first weights stay", "flash_reinforce_async.sample", "policy.load_state_dict(", "len("),
-        ("async: rows of another trainer", "flash_reinforce_async.receive_rollout", "[RANK].to", "[0].to"),
-        ("async: another order of rows", "flash_reinforce_async.receive_rollout", "torch.set_rng_state(", "len("),
-        ("async: a traceback", "flash_reinforce_async.connection", "except RuntimeError", "except KeyError"),
     ],
-    "test_vllm.py -m vllm": [
-        ("vllm: a tied output layer", "grpo_vllm.start_engine", '{"tie_word_embeddings": False}', "None"),
-        ("vllm: a cache of old weights", "grpo_vllm.sync_weights", "policy.engine.reset_prefix_cache()", "True"),
-        ("vllm: one seed for all prompts", "grpo_vllm.generate",
-         "(len(prompts),)).tolist()", "(1,)).tolist() * len(prompts)"),
-        ("vllm: log-probs at temperature 1", "grpo_vllm.start_engine", "processed_logprobs", "raw_logprobs"),
-        ("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass"),
-        ("vllm: no EOS", "grpo_vllm.generate", "eos_ids(model, tokenizer)", "[]"),
-    ],
+    "test_vllm.py -m vllm": [("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass")],
     "test_ranks.py -k grpo": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),
         ("gradients are averaged", "grpo.optimizer_step", "= all_sum(", "= 1 / WORLD_SIZE * all_sum("),
@@ -145,14 +123,8 @@ MUTANTS = {
     ],
     "test_dapo.py": [
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "is_full = is_useful", "is_full = True or is_useful"),
-        ("dapo: equal scores first", "dapo.dynamic_sampling", "descending=True, ", ""),
-        ("dapo: batch's score", "dapo.main", "metrics |= sampling_metrics", "metrics = sampling_metrics | metrics"),
     ],
-    "test_sdpo.py": [
-        ("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", ""),
-        ("sdpo: a right response of another group", "sdpo.teach", "first = i - i % args", "first = 0 * args"),
-        ("sdpo: an advantage without a demonstration", "sdpo.teach", "where(has_", "where(True | has_"),
-    ],
+    "test_sdpo.py": [("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", "")],
     "test_rollout.py": [
         ("eos masked", "grpo.generate", ":].bool()", ":].bool() & ~torch.isin(sequences[:, P:], eos)"),
         ("one eos id of several", "grpo.eos_ids", ", *ids}", "}"),
@@ -173,55 +145,20 @@ MUTANTS = {
     ],
     "test_rewards.py": [
         ("penalty after the scale", "grpo.process_scores", "* truncated)", "* truncated / args.reward_scale)"),
-        ("z-score of a rank", "grpo.process_scores", "total(scores.square())", "scores.square().sum()"),
         ("a reward model reads padding", "grpo.reward_model",
          "model_inputs(ids, mask)", "model_inputs(ids, torch.ones_like(mask))"),
-        ("a reward changes the data", "grpo.load_reward", "copy.deepcopy(columns)", "columns"),
-        ("gdpo: columns of rewards are cut", "gdpo.micro_batches", 'in ("scores", "all_scores")', 'in ()'),
-        ("gdpo: the sum is processed", "gdpo.main", 'rollout["all_scores"].T.', 'rollout["raw_scores"][None].'),
-        ("processed score is logged", "grpo.main", 'total(rollout["raw_scores"])', 'total(rollout["scores"])'),
-    ],
-    "test_device.py": [
-        ("device: EOS ids stay on the CPU", "grpo.generate", "tokenizer), device=device)", "tokenizer))"),
-        ("device: a collective on the CPU", "grpo.total", "x.sum()", "x.sum().cpu()"),
-        ("device: padded prompts stay on the CPU", "grpo.left_pad", "input_ids.to(device)", "input_ids"),
-        ("device: minibatches stay on the CPU", "grpo.main", ", device=device).chunk", ").chunk"),
     ],
     "test_runs.py": [
         ("resume without optimizer", "grpo.main", ', "optimizer": optimizer', ""),
-        ("resume with other draws", "grpo.main", "torch.manual_seed(", "hash("),
-        ("resume logs twice", "grpo.open_run", "file.truncate(size)", "pass"),
         ("a folder without a run is taken", "grpo.find_run", '<= {"lock"}', "is not None"),
-        ("a log that lost lines", "grpo.open_run", "file.tell() >= size", "True"),
-        ("two processes in a folder", "grpo.open_run", "lock.acquire(blocking=False)", "pass"),
-        ("no warm-up", "ppo.main", "iteration / max(1, args.warmup_iterations)", "1.0"),
-        ("not finite, and goes on", "grpo.optimizer_step", "norm.isfinite()", "True"),
     ],
-    "test_bad_input.py": [
-        ("a group of one", "grpo.Args", "ClassVar[int] = 2", "ClassVar[int] = 1"),
-        ("NaN in a .jsonl", "grpo.read_rows", ", parse_constant=refuse", ""),
-        ("weights that are NaN", "grpo.load_model", "weight.isfinite().all()", "True"),
-        ("ranks that differ", "grpo.check_ranks_agree", "not different", "True"),
-    ],
-    "test_sft.py": [
-        ("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)"),
-        ("sft: loss one token off", "sft.completion_loss", "columns - 1", "columns"),
-    ],
+    "test_bad_input.py": [("ranks that differ", "grpo.check_ranks_agree", "not different", "True")],
+    "test_sft.py": [("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)")],
     "test_reward_model.py": [
         ("preference upside down", "reward_model.preference_loss", "-(chosen_scores", "(chosen_scores"),
-        ("margin with the wrong sign", "reward_model.preference_loss", "- margins", "+ margins"),
     ],
-    "test_dpo.py": [
-        ("dpo: upside down", "dpo.dpo_loss", "(rejected_rewards - chosen", "(chosen_rewards - rejected"),
-        ("dpo: no reference", "dpo.dpo_loss", " - ref_chosen_logprobs", ""),
-    ],
-    "test_toy.py -k grpo": [
-        ("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()"),
-    ],
-    "test_siblings.py": [
-        ("a skeleton drifts", "rloo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()"),
-        ("a skeleton with more lines drifts", "ppo.optimizer_step", "optimizer.zero_grad()", "model.zero_grad()"),
-    ],
+    "test_dpo.py": [("dpo: no reference", "dpo.dpo_loss", " - ref_chosen_logprobs", "")],
+    "test_toy.py -k grpo": [("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()")],
 }
 # fmt: on
 
@@ -236,20 +173,12 @@ class Mutant(NamedTuple):
         """Change the script in this folder. ValueError if there is not exactly one place to change."""
         script, name = self.function.split(".")
         path = root / f"{script}.py"
-        lines = path.read_text().splitlines(keepends=True)
-        definitions = [node for node in ast.parse("".join(lines)).body if getattr(node, "name", None) == name]
-        if len(definitions) != 1:
-            raise ValueError(
-                f"mutant {self.name!r}: {path.name} has {len(definitions)} definitions of {name}"
-            )
-        first = min(node.lineno for node in (definitions[0], *definitions[0].decorator_list)) - 1
-        last = definitions[0].end_lineno
-        text = "".join(lines[first:last])
+        # A definition, with its decorators, ends before two empty lines.
+        definition = rf"^((?:@.*\n)*(?:def|class) {name}\b(?s:.*?)\n)(?=\n\n|\Z)"
+        before, text, after = re.split(definition, path.read_text(), flags=re.MULTILINE)
         if text.count(self.old) != 1:
-            raise ValueError(
-                f"mutant {self.name!r}: {self.function} has {text.count(self.old)} places {self.old!r}"
-            )
-        path.write_text("".join([*lines[:first], text.replace(self.old, self.new), *lines[last:]]))
+            raise ValueError(f"mutant {self.name!r}: {text.count(self.old)} places {self.old!r}")
+        path.write_text(before + text.replace(self.old, self.new) + after)
 
 
 def tests_pass(tests: str, mutant: Mutant | None = None) -> bool:
@@ -280,17 +209,17 @@ def main(args: Args) -> None:
     if not VLLM.exists():
         pairs = [(tests, mutant) for tests, mutant in pairs if "-m vllm" not in tests]
     all_tests = list(dict.fromkeys(tests for tests, _ in pairs))
-    survivors = []
+    survivors = 0
     with ThreadPoolExecutor(2) as pool:
         for tests, passed in zip(all_tests, pool.map(tests_pass, all_tests)):
             print(f"{'pass' if passed else 'FAIL':8}  {tests}, without a mutant", flush=True)
             if not passed:
                 raise SystemExit("tests that fail anyway cannot notice a mutant")
-        for (tests, mutant), survived in zip(pairs, pool.map(lambda pair: tests_pass(*pair), pairs)):
+        for (tests, mutant), survived in zip(pairs, pool.map(tests_pass, *zip(*pairs))):
             print(f"{'SURVIVED' if survived else 'noticed':8}  {mutant.name}  ({tests})", flush=True)
-            survivors += [mutant.name] * survived
-    print(f"{len(pairs) - len(survivors)} of {len(pairs)} mutants noticed")
-    sys.exit(bool(survivors))
+            survivors += survived
+    print(f"{len(pairs) - survivors} of {len(pairs)} mutants noticed")
+    sys.exit(survivors > 0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pytest
 import torch
 from common import PATCHES
 from conftest import ROOT, read_jsonl, write_jsonl
-from resume import equal
 from zoo import refused, run
 
 import flash_reinforce
@@ -61,7 +60,8 @@ def assert_same_run(one, other):
     own = {"seconds", "tokens_per_second", "staleness", "trainer_waited", "sampler_waited"}
     for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
         assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
-    assert equal(*(torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)))
+    policies = [torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)]
+    torch.testing.assert_close(*policies, rtol=0, atol=0)
 
 
 def test_without_staleness_it_is_the_parent(parent, tmp_path):
@@ -102,7 +102,6 @@ def test_wrong_flags(monkeypatch, capsys):
     for ranks, flags, message in (
         (1, {}, "one rank cannot sample and train; start two or more with torchrun"),
         (2, {"staleness": -1}, "--staleness -1: use a finite number, 0 or more"),
-        (2, {"sampler_ranks": 0}, "--sampler_ranks 0: use 1 to 1 of the 2 ranks"),
         (4, {"sampler_ranks": 4}, "--sampler_ranks 4: use 1 to 3 of the 4 ranks"),
         (4, {"batch_size": 128}, "--batch_size 128: use a multiple of 3, for 3 trainers and 1 samplers"),
     ):

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import shlex
 import shutil
+import sys
 
 import datasets
 import pytest
@@ -19,11 +21,9 @@ TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
 DATA = {
     "good": [GOOD] * 16,
-    "empty": [],
     "empty_prompt": [GOOD, GOOD | {"prompt": ""}],
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [{"prompt": "3 ?"}] * 16,
-    "null_answer": [GOOD | {"answer": None}] * 16,
     "few": [GOOD],
     "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
     "new_word": [{"prompt": "3 new", "answer": "3"}] * 16,
@@ -31,17 +31,9 @@ DATA = {
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
-def text(completions, **columns): return ["good"] * len(completions)
 def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
-"""
-# Starts a script with RANK replaced in its flags.
-OWN_FLAGS = """
-import os, runpy, sys
-
-sys.argv = [word.replace("RANK", os.environ["RANK"]) for word in sys.argv[1:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -53,7 +45,6 @@ def bad(tmp_path_factory):
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
     (folder / "nan.jsonl").write_text('{"prompt": "3 ?", "answer": 3}\n{"prompt": "3 ?", "answer": NaN}\n')
-    (folder / "torn.parquet").write_bytes(b"PAR1, and then nothing of a table")
     (folder / "reward.py").write_text(REWARDS)
 
     for name in ("no_tokenizer", "pickled", "remote"):
@@ -68,14 +59,13 @@ def bad(tmp_path_factory):
     (folder / "remote" / "config.json").write_text(json.dumps(config))
     (folder / "remote" / "modeling.py").write_text(f"open({str(folder / 'code ran')!r}, 'w')\n")
 
-    model, tokenizer = make_model("llama"), make_tokenizer()
+    model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
+    tokenizer.add_tokens(["new"])
+    save(folder / "chat", model, tokenizer)
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
-    tokenizer = make_tokenizer(chat=True)
-    tokenizer.add_tokens(["new"])
-    save(folder / "chat", make_model("llama"), tokenizer)
     with torch.no_grad():
         toy.model.norm.weight[3] = math.nan
     save(folder / "nan", toy, transformers.AutoTokenizer.from_pretrained(TOY / "policy"))
@@ -93,7 +83,7 @@ CASES = {
     "model in a pickle": ("--model {bad}/pickled",),
     "model with code": ("--model {bad}/remote",),
     "model without tokenizer": ("--model {bad}/no_tokenizer",),
-    "model without head": ("--model {bad}/body_only", "use a policy"),
+    "weights missing": ("--model {bad}/body_only", "use a policy"),
     "model without EOS": ("--model {bad}/no_eos", "no EOS"),
     "reward model as policy": ("--model {toy}/reward_model", "use a policy"),
     "weights not finite": ("--model {bad}/nan", "not finite"),
@@ -102,20 +92,15 @@ CASES = {
     "columns of the script": ("--dataset {bad}/taken.jsonl", "completions", "rename"),
     "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", "no content"),
     "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
-    "dataset empty": ("--dataset {bad}/empty.jsonl",),
     "dataset torn": ("--dataset {bad}/torn.jsonl",),
-    "parquet torn": ("--dataset {bad}/torn.parquet",),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "row 0", "chat template"),
     "answer missing": ("--reward exact_answer --dataset {bad}/no_answer.jsonl", "row 0", "`answer`"),
-    "answer null": ("--reward exact_answer --dataset {bad}/null_answer.jsonl", "row 0", "`answer`"),
-    "eval_dataset missing": ("--eval_every 1 --eval_dataset no/such.jsonl",),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "or more"),
     "prompts too long": ("--max_prompt_length 2", "0 of 16", "or more"),
     "beyond the positions": ("--max_response_length 125", "129", "128"),
     "reward misspelled": ("--reward exact_anwser",),
     "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not return 16 finite scores"),
-    "scores that are text": ("--reward {bad}/reward.py:text", "return a number"),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
     "reward model a causal LM": ("--reward {toy}/policy", "use a reward model"),
     "reward model of 3 outputs": ("--reward {bad}/three", "one output"),
@@ -133,12 +118,12 @@ def test_refused(case, bad, tmp_path, capsys):
     assert not (bad / "code ran").exists()
 
 
-def test_numbers_out_of_range(capsys):
-    wrong = {"batch_size": -1, "kl_coef": -0.5, "learning_rate": math.nan, "reward_clip": math.inf}
-    zero = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
-    zero += ["samples_per_prompt", "temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
-    for name, value in [*wrong.items(), *((name, 0) for name in zero)]:
-        assert f"--{name} {value}" in refused(capsys, run, "grpo", **{name: value})
+@pytest.mark.parametrize(
+    "flag",
+    ["batch_size -1", "kl_coef -0.5", "learning_rate nan", "reward_clip inf", "temperature 0", "log_every 0"],
+)
+def test_numbers_out_of_range(flag, capsys):
+    assert f"--{flag}" in refused(capsys, run, "grpo", **dict([flag.split()]))
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
@@ -192,18 +177,10 @@ def test_ranks_that_differ_get_one_line(tmp_path):
     args.write_text(args.read_text().replace('"ranks": 1', '"ranks": 2'))
     before = {path: path.read_bytes() for path in (tmp_path / "run0").rglob("*") if path.is_file()}
 
-    (tmp_path / "own_flags.py").write_text(OWN_FLAGS)
-    result = launch(tmp_path / "own_flags.py", ROOT / "grpo.py", *words_of(**flags), ranks=2, check=False)
+    command = shlex.join([sys.executable, f"{ROOT}/grpo.py", *words_of(**flags)]).replace("RANK", "$RANK")
+    result = launch("--no-python", "bash", "-c", command, ranks=2, check=False)
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
     assert result.returncode != 0 and "the ranks differ in" in said
-    for name in (
-        "weights",
-        "rows of --dataset",
-        "checkpoint.pt",
-        "--seed",
-        "--dataset",
-        "--model",
-        "--run_dir",
-    ):
-        assert f" {name}" in said
+    parts = ["weights", "rows of --dataset", "checkpoint.pt", "--seed", "--dataset", "--model", "--run_dir"]
+    assert all(f" {part}" in said for part in parts)
     assert before == {path: path.read_bytes() for path in before} and not (tmp_path / "run1").exists()

@@ -76,12 +76,6 @@ def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(run_dapo):
         assert line["equal_groups"] == pytest.approx(1 - sum(mixed(rollout)) / 8)
 
 
-def test_a_first_rollout_that_is_enough_is_the_whole_of_it(run_dapo, flags):
-    write_jsonl(flags["dataset"], [{"prompt": f"3 + {last} ?"} for last in "5678"])
-    (rollout,), (line,) = run_dapo(num_iterations=1)
-    assert (line["rollouts"], line["equal_groups"]) == (1, 0) and all(mixed(rollout))
-
-
 def test_the_filter_reads_raw_scores(run_dapo):
     """The penalty on length makes the scores of every group differ, and the truncation penalty too."""
     _, lines = run_dapo(num_iterations=2, max_rollouts=30, overlong_buffer=12, missing_eos_penalty=0.5)

@@ -1,32 +1,25 @@
 """The docs: commands parse, links lead somewhere, the recipe for own data runs."""
 
-import ast
 import dataclasses
 import importlib
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
-import new
 import pytest
-import sync
 import tyro
-import zoo
-from conftest import ROOT, read_jsonl
+from conftest import ROOT, launch, read_jsonl
+from zoo import make_model, make_tokenizer, save
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("experiments/*.py"), *ROOT.glob("tools/*.py")])
 MODULES = [*SCRIPTS, *TOOLS]
-MADE = sync.variants().keys() - sync.features().values()  # by make variant
 FOLDERS = ".", "docs", "docs/scripts", "toy", "experiments", "conformance"
 PAGES = [path for name in FOLDERS for path in sorted(ROOT.glob(f"{name}/*.md"))]
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 
 
 def text_of(path: Path) -> str:
@@ -111,66 +104,25 @@ def test_flags_and_make_targets_of_a_page_exist(path):
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     """With 2 iterations instead of 4, and a tiny model with a chat template. The reward is README's, too."""
-    page = (ROOT / "docs" / "recipes.md").read_text()
+    page, readme = ((ROOT / name).read_text() for name in ("docs/recipes.md", "README.md"))
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
         name = re.match(r"# (\S+\.py)\n", code)[1]
         (tmp_path / name).write_text(code)
-    readme = (ROOT / "README.md").read_text()
     reward = re.search(r"^ {4}import re\n.*?\n(?=\w)", readme, re.DOTALL | re.MULTILINE)[0]
-    assert (
-        textwrap.dedent(reward).split() == (tmp_path / "my_reward.py").read_text().split()[2:]
-    )  # without its name
-    zoo.save(tmp_path / "data" / "smollm2", zoo.make_model("llama"), zoo.make_tokenizer(chat=True))
+    assert reward.split() == (tmp_path / "my_reward.py").read_text().split()[2:]  # without its name
+    save(tmp_path / "data" / "smollm2", make_model("llama"), make_tokenizer(chat=True))
     shutil.copy(ROOT / "grpo.py", tmp_path)
+    for text in (section, readme):
+        (check,) = re.findall(r"^ {4}python -c (.*)", text, re.MULTILINE)
+        assert launch("-c", *shlex.split(check), cwd=tmp_path).stdout == "[1.0, 0.0]\n"
     _, make_data, evaluate, train = commands_in(section)[:4]
     train[train.index("--num_iterations") + 1] = "2"
-
-    def run(words):
-        assert words[0] == "python"
-        result = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
-        assert (result.returncode, result.stderr) == (0, "")
-        return result.stdout
-
-    for page in (section, readme):
-        assert run(shlex.split(re.search(r"^ {4}(python -c .*)", page, re.MULTILINE)[1])) == "[1.0, 0.0]\n"
-    run(make_data)
-    for command in (evaluate, train):
-        assert re.search(r"```\n(dataset: .+)\n", section)[1] in run(command).splitlines()
+    _, *said = [launch(*words[1:], cwd=tmp_path) for words in (make_data, evaluate, train)]
+    expected = re.search(r"```\n(dataset: .+)\n", section)[1]
+    assert all(expected in result.stdout and result.stderr == "" for result in said)
     first, *_, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
-
-
-@each_script
-def test_every_metric_is_explained(path):
-    """docs/metrics.md names what a script puts into its metrics, by its source."""
-    source, table = path.read_text(), (ROOT / "docs" / "metrics.md").read_text()
-    found = set(re.findall(r'\b(?:metrics|stats)\["([\w/]+)"\]', source))
-    blocks = re.findall(r"(?:metrics|stats) \|?= \{(.*?)\n? *\}\n|return loss, \{(.*?)\}", source, re.DOTALL)
-    for block in blocks:
-        found |= set(re.findall(r'"([\w/]+)":', "".join(block)))
-    assert {"grad_norm", "learning_rate"} < found
-    assert found <= set(re.findall(r"`([\w/]+)`", table)), path.name
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in SCRIPTS if path.stem not in MADE], ids=lambda path: path.name
-)
-def test_every_script_has_a_row_and_a_page_with_its_functions(path):
-    """The site needs the row, the section Equations and the line about `make diff`."""
-    row = rf"^\| \[`{path.name}`\]\({path.name}\).*\(docs/scripts/{path.stem}\.md\)"
-    assert re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)
-    text = (ROOT / "docs" / "scripts" / f"{path.stem}.md").read_text()
-    assert set(new.SECTIONS) <= set(re.findall(r"^## (.+)$", text, re.MULTILINE))
-    assert re.search(rf"make diff A=\w+ B={path.stem}`", " ".join(text.split()))
-    named = re.findall(r"`(\w+)\.py:(\w+)`", text)
-    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert named and {function for script, function in named if script == path.stem} <= functions
-
-
-def test_make_diff_shows_a_diff():
-    result = subprocess.run(["make", "diff", "A=grpo", "B=rloo"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0 and "+++ b/rloo.py" in result.stdout
 
 
 def test_the_patches_of_experiments_apply():

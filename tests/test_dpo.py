@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-import transformers
 import zoo
-from conftest import ROOT, read_jsonl, write_jsonl
-from stages import ARCHITECTURES, FLOAT32_INSIDE, PAIRS, run
+from conftest import write_jsonl
+from zoo import FLOAT32_INSIDE, PAIRS, STAGE_MODELS
 
 import dpo
 
@@ -27,7 +26,7 @@ def test_the_loss_is_the_papers():
     assert float(loss) == pytest.approx(total / 3, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", STAGE_MODELS)
 def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     """Computed for one unpadded text at a time."""
     model, data = zoo.make_model(name).double(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
@@ -72,26 +71,3 @@ def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp
     kept = dpo.load_rows(args, "dataset", data, "train", model, zoo.make_tokenizer())
     assert [row["prompt"] for row in kept] == [row["prompt"] for row in PAIRS]
     assert "3 of 5 pairs" in capsys.readouterr().out
-    long = {"role": "user", "content": "3 + " * 9}
-    rows = [
-        {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
-        {"chosen": [long, ANSWER], "rejected": [long, {"role": "assistant", "content": "answer 4"}]},
-    ]
-    data = str(write_jsonl(tmp_path / "chats.jsonl", rows))
-    kept = dpo.load_rows(args, "dataset", data, "train", model, zoo.make_tokenizer(bos=True, chat=True))
-    assert [row["prompt"] for row in kept] == [[USER]]
-
-
-def test_it_learns_the_toys_pairs_and_transformers_opens_the_result(tmp_path):
-    """One epoch: from one right greedy answer in ten to most."""
-    run(dpo, run_dir=tmp_path / "run", num_epochs=1, eval_every=1000, learning_rate=1e-4)
-    first, *_, last = (x for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval/loss" in x)
-    assert first["eval/margin"] == pytest.approx(0, abs=1e-6)
-    assert last["eval/accuracy/different style"] > 0.95
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    rows = [row for row in read_jsonl(ROOT / "toy" / "heldout.jsonl") if row["group"] == "2-5"][:50]
-    prompts = [row["prompt"] for row in rows]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40, do_sample=False))
-    assert sum(f"answer {row['answer']} <eos>" in text for row, text in zip(rows, texts)) > 40

@@ -5,14 +5,14 @@ import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
 from resume import without_clock
-from zoo import record, run
+from zoo import record
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
-def runs(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """The folder, and what the ranks saw of grpo.py and of grpo_fsdp.py; the third run is stopped and resumed as well.
 
-    Clipping is active, and ranks finish responses apart. With five held-out prompts on 3 ranks, the last has none.
+    Clipping is active, and ranks finish responses apart. Of five held-out prompts, one rank has more.
     """
     folder = tmp_path_factory.mktemp("fsdp")
     heldout = write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[:5])
@@ -24,7 +24,7 @@ def runs(request, tmp_path_factory):
     cases = [{"script": "grpo", "sample": True, "flags": flags}]
     for its_flags in (flags, half | {"run_dir": folder / "whole"}, stopped, resumed):
         cases.append({"script": "grpo_fsdp", "sample": True, "flags": its_flags})
-    whole, sharded, *_ = record(folder, cases, request.param)
+    whole, sharded, *_ = record(folder, cases, ranks=2)
     return folder, whole, sharded
 
 
@@ -55,9 +55,3 @@ def test_resumed_on_all_ranks(runs):
     assert lines[0] == lines[1] and len(lines[0]) == 3
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
     assert torch.equal(model.get_input_embeddings().weight, one["policy"]["model.embed_tokens.weight"])
-
-
-def test_without_torchrun_it_learns_the_toy(tmp_path):
-    run("grpo_fsdp", num_iterations=25, batch_size=128, max_response_length=40, run_dir=tmp_path / "run")
-    scores = [x["score"] for x in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "score" in x]
-    assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.7

@@ -1,15 +1,12 @@
 """reward_model.py: the Bradley-Terry loss, scores at the last token, the same scores in other programs."""
 
-import math
-
 import pytest
-import stages
 import torch
 import transformers
 import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
 from driver import Recorder
-from stages import PAIRS
+from zoo import PAIRS, run_stage
 
 import reward_model as rm
 
@@ -28,7 +25,7 @@ def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
     """With padding on either side. transformers needs a pad token that is not EOS."""
     start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer(pad=pad))
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run" / "model"
-    stages.run(rm, model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
+    run_stage(rm, model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
     saved, tokenizer = auto.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     assert saved.config.num_labels == 1
     assert saved.config.pad_token_id == tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
@@ -108,30 +105,3 @@ def test_gradient_and_metrics_are_the_plain_ones(tmp_path):
     }
     found = {name: metrics[name] for name in expected}
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path, capsys, tokenizer):
-    rows = [*PAIRS, {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 3"}]
-    worked = "think 1 + 2 = 3 answer"
-    rows.append({"prompt": "1 + 2 ?", "chosen": f"{worked} 3", "rejected": f"{worked} 4"})
-    data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
-    kept = rm.load_rows(rm.Args(max_length=11), "dataset", data, "train", zoo.make_model("llama"), tokenizer)
-    assert [row["prompt"] for row in kept] == [row["prompt"] for row in PAIRS]
-    assert "3 of 5 pairs" in capsys.readouterr().out
-    assert kept[0]["chosen_ids"] == tokenizer("3 + 5 ? think 3 + 5 = 8 answer")["input_ids"]
-    assert [row["margin"] for row in kept] == [0.0, 0.5, 0.0]
-
-
-def test_it_learns_styles_and_not_sums(tmp_path):
-    """From 2,560 pairs. In pairs of one style it cannot tell right from wrong."""
-    data = stages.few("reward_model", 2560, tmp_path)
-    heldout = TOY / "preferences_heldout.jsonl"
-    stages.run(rm, num_epochs=1, dataset=data, eval_dataset=heldout, run_dir=tmp_path / "run")
-    first, *_, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert first["eval/loss"] == pytest.approx(math.log(2), abs=0.05)  # the new head is small
-    model = auto.from_pretrained(TOY / "reward_model").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOY / "reward_model")
-    rows = rm.load_rows(rm.Args(), "dataset", "toy/preferences_heldout.jsonl", "test", model, tokenizer)
-    for metrics in (last, rm.evaluate(rm.Args(), model, rows)[0]):  # also the committed model
-        assert metrics["eval/accuracy"] >= 0.7 and metrics["eval/accuracy/different style"] >= 0.9
-        assert abs(metrics["eval/accuracy/same style"] - 0.5) < 0.1

@@ -4,14 +4,12 @@ import importlib
 
 import datasets
 import pytest
-import stages
 import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
-from stages import PAIRS
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from zoo import make_model, make_tokenizer, recorded, refused, run, save
+from zoo import PAIRS, make_model, make_tokenizer, recorded, refused, run, run_stage, save
 
 import gdpo
 import grpo
@@ -51,19 +49,12 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
         ("answer", "answer 3 answer  8 ", 8, 1),  # the last marker counts; a number in the column
         ("answer", "answer 8 answer 3", "8", 0),
         ("answer", "answer 8 or 9", "8", 0),
-        ("answer", "answer 8", " 8\n", 1),
         ("answer", " 8", "8", 1),  # without a marker the whole completion counts
-        ("answer", "it is 8", "8", 0),
-        ("####", "6 * 7 = 42 #### 42", "42", 1),
+        ("####", "6 * 7 = 42 #### 42", " 42\n", 1),
     ],
 )
 def test_exact_answer(marker, completion, answer, expected):
     assert grpo.exact_answer(marker)(completions=[completion], answer=[answer], marker=["?"]) == [expected]
-
-
-def test_exact_answer_scores_the_response_without_its_eos():
-    assert scores("exact_answer").tolist() == [1.0, 1.0, 0.0]
-    assert scores("exact_answer", answer_marker="=").tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
@@ -121,17 +112,6 @@ def test_scores_are_processed_in_order():
     assert equal.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_the_zscore_is_over_the_rollout_of_all_ranks(monkeypatch):
-    """Two ranks with two scores each; all_sum adds what the other rank has."""
-    mine, other = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 9.0])
-    both = torch.cat([mine, other])
-    added = [other.sum(), (other - both.mean()).square().sum()]
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(grpo, "all_sum", lambda x: x + added.pop(0))
-    z = grpo.process_scores(grpo.Args(reward_zscore=True), mine, torch.zeros(2, dtype=torch.bool))
-    torch.testing.assert_close(z, ((both - both.mean()) / both.std(correction=0))[:2])
-
-
 def save_reward_model(folder, tokenizer, pad_token_id=0):
     torch.manual_seed(0)
     config = make_model("llama").config
@@ -148,19 +128,15 @@ def assert_scores(found, folder, texts: list[list[int]]):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def ids_of(tokenizer, eos: int = 1) -> list[list[int]]:
-    """Prompts and responses as plain texts, with EOS where a response has ended."""
-    texts = zip(PROMPTS, RESPONSES, ENDED)
-    return [tokenizer(f"{prompt} {response}")["input_ids"] + [eos] * end for prompt, response, end in texts]
-
-
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
 def test_a_reward_model_reads_prompt_and_response_and_eos(tmp_path, pad_token_id, micro_batch_size):
     tokenizer = make_tokenizer(pad="<eos>")
     save_reward_model(tmp_path, tokenizer, pad_token_id)
     found = scores(tmp_path, tokenizer, micro_batch_size=micro_batch_size)
-    assert_scores(found, tmp_path, ids_of(tokenizer))
+    texts = zip(PROMPTS, RESPONSES, ENDED)
+    expected = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
+    assert_scores(found, tmp_path, expected)
 
 
 @pytest.mark.parametrize("chats", [False, True])
@@ -177,42 +153,22 @@ def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, tokenizer, 
     assert_scores(scores(tmp_path, tokenizer, rows), tmp_path, texts)
 
 
-def test_a_bos_that_is_eos_does_not_end_a_text(tmp_path):
-    """As in OPT: one at the start, and one where the response ended. reward_model.py learns the same ids."""
-    tokenizer = make_tokenizer(bos=True)
-    tokenizer.eos_token = "<bos>"
-    save_reward_model(tmp_path, tokenizer)
-    expected = ids_of(tokenizer, eos=2)
-    assert_scores(scores(tmp_path, tokenizer), tmp_path, expected)
-    learned = [reward_model.encode(tokenizer, *pair) for pair in zip(PROMPTS, RESPONSES)]
-    assert learned[0] == expected[0] and learned[2] == expected[2]
-
-
 @pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
 def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
-    """The saved tokenizer has the template for chats only. A conversation may contain the prompt."""
+    """The saved tokenizer has the template for chats only."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     start = save(tmp_path / "start", make_model("llama"), tokenizer)
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
-    stages.run(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
+    run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
     (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert "eval/loss" not in line  # not evaluated on the toy's pairs
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     own = transformers.AutoTokenizer.from_pretrained(folder)
-    assert bool(own.chat_template) == (rows is CHATS)
     ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
     form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
     assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
-    with torch.no_grad():
-        learned = [float(model(torch.tensor([x])).logits) for x in ids]
     responses = [row["chosen"] for row in rows]
-    read = scores(folder, rows=rows, texts=responses, ended=[True] * 3)
-    assert read.tolist() == pytest.approx(learned, abs=1e-5)
-    if rows is CHATS:
-        whole = [*CHATS[0]["prompt"], {"role": "assistant", "content": PAIRS[0]["chosen"]}]
-        for prompt, response in (("", whole), (PAIRS[0]["prompt"], whole), (CHATS[0]["prompt"], whole[1:])):
-            assert reward_model.encode(own, *reward_model.split_response(prompt, response)) == ids[0]
+    assert_scores(scores(folder, rows=rows, texts=responses, ended=[True] * 3), folder, ids)
 
 
 def test_eval_reward_scores_the_held_out_responses_and_nothing_else(tmp_path):
@@ -245,18 +201,6 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
 
-def test_equal_groups_is_the_share_of_prompts_whose_responses_score_the_same(tmp_path, monkeypatch):
-    """By the raw scores: the penalty would change which groups are equal."""
-    calls, shares = recorded(monkeypatch, grpo, "score"), []
-    flags = {"samples_per_prompt": 4, "batch_size": 32, "num_iterations": 4, "missing_eos_penalty": 0.5}
-    run("grpo", run_dir=tmp_path / "run", **flags)
-    for (_, raw_scores), line in zip(calls, read_jsonl(tmp_path / "run" / "metrics.jsonl"), strict=True):
-        groups = raw_scores.view(-1, 4).tolist()
-        shares.append(sum(len(set(group)) == 1 for group in groups) / len(groups))
-        assert line["equal_groups"] == shares[-1]
-    assert len(set(shares)) > 1
-
-
 TWO_REWARDS = """
 def two(completions, **_): return [[3.0 + len(x), -2.0 * x.count("3")] for x in completions]
 def ragged(completions, **_): return [[1.0, 2.0]] + [[1.0]] * (len(completions) - 1)
@@ -273,17 +217,14 @@ def test_several_rewards_count_as_their_sum(tmp_path, capsys):
 
 
 def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys):
-    """equal_groups and score are those of the sum."""
     (tmp_path / "mine.py").write_text(TWO_REWARDS)
     advantages = recorded(monkeypatch, gdpo, "compute_advantages")
-    flags = {"reward": f"{tmp_path}/mine.py:two", "num_iterations": 1, "eval_every": 1}
-    flags |= {"eval_dataset": write_jsonl(tmp_path / "e.jsonl", [{"prompt": "3 ?"}])}
-    processing = {"missing_eos_penalty": 0.5, "reward_scale": 2.0, "reward_clip": 20.0}
-    run("gdpo", run_dir=tmp_path / "run", max_response_length=4, **flags, **processing)
-    ((_, rollout), _), (_, line) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    flags = {"reward": f"{tmp_path}/mine.py:two", "num_iterations": 1, "max_response_length": 4}
+    flags |= {"missing_eos_penalty": 0.5, "reward_scale": 2.0, "reward_clip": 20.0}
+    run("gdpo", run_dir=tmp_path / "run", **flags)
+    ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
     raw = rollout["all_scores"]
     assert 0 < rollout["truncated"].sum() < 16 and raw.shape == (16, 2) and (raw.std(0) > 0).all()
-    torch.testing.assert_close(rollout["raw_scores"], raw.sum(1))
     expected = (2 * (raw - 0.5 * rollout["truncated"][:, None])).clamp(-20, 20)
     torch.testing.assert_close(rollout["scores"], expected)
     means = [line["score/0"], line["score/1"], line["score"]]
@@ -293,23 +234,30 @@ def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys
     rollout["scores"] = torch.arange(16.0 * rollout["response_mask"].shape[1]).view(16, -1)
     for part, batch in gdpo.micro_batches(rollout, torch.arange(16), 1):
         assert torch.equal(batch["scores"], rollout["scores"][part])
-        assert torch.equal(batch["all_scores"], raw[part])
 
     said = refused(capsys, run, "gdpo", run_dir=tmp_path / "other", reward_weights=0.5, **flags)
     assert "--reward_weights [0.5]: give 2, one for each reward" in said
 
 
-@pytest.mark.parametrize("script", ["grpo", "remax"])
-def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch):
-    """In remax.py the greedy response gets its own penalty."""
+@pytest.mark.parametrize("script, k", [("grpo", 2), ("remax", 1)])
+def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, k, tmp_path, monkeypatch):
+    """In remax.py the greedy response gets its own penalty. equal_groups are those with equal raw scores."""
     module = importlib.import_module(script)
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
     advantages = recorded(monkeypatch, module, "compute_advantages")
-    (tmp_path / "mine.py").write_text("def f(completions, **_): return [3.0 + len(x) for x in completions]")
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, **_): return [3 + x.count('3') for x in completions]"
+    )
     flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
-    run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
+    flags |= {"samples_per_prompt": k, "num_iterations": 1, "max_response_length": 4}
+    run(script, run_dir=tmp_path / "run", **flags)
     ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert line["score"] == pytest.approx(float(scored[0][1].mean()))
+    raw = scored[0][1]
+    assert line["score"] == pytest.approx(float(raw.mean()))
+    if k == 2:
+        is_equal = raw[::2] == raw[1::2]
+        assert line["equal_groups"] == float(is_equal.double().mean()) not in (0, 1)
+        assert (rollout["scores"][::2] != rollout["scores"][1::2])[is_equal].any()  # by the penalty
     assert 0 < rollout["truncated"].sum() < 16
     assert len(scored) == (2 if script == "remax" else 1)
     for name, (_, raw_scores), (_, sampled) in zip(("scores", "greedy_scores"), scored, generated):

@@ -1,22 +1,17 @@
 """A run resumes after anything with the same command, and its folder holds the result."""
 
-import importlib.util
-import inspect
-import json
+import importlib
 import math
-import re
-import resource
+import runpy
 import shutil
 import signal
-from itertools import pairwise
+import sys
 
 import filelock
 import pytest
 import resume
-import sync
 import torch
 import transformers
-import tyro
 from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
 from zoo import recorded, refused, run
 
@@ -32,42 +27,47 @@ def flags(tmp_path):
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
+def start(script: str, ranks: int, kill: str, **flags) -> int:
+    """The exit code of a run in processes of its own, which is killed at this moment."""
+    program = ROOT / "tests" / "resume.py", kill, ROOT / f"{script}.py"
+    words = words_of(device="cpu", batch_size=16, **flags)
+    return launch(*program, *words, ranks=ranks, check=False).returncode
+
+
 def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
     run("grpo", run_dir=tmp_path / "whole", **flags)
-    words = words_of(device="cpu", batch_size=16, **flags)
-    killed = resume.start("grpo", 1, tmp_path / "killed", *words, kill="torn checkpoint:2")
-    assert killed.wait() == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "model").exists()
-    run("grpo", run_dir=tmp_path / "killed", **flags)
-    assert resume.differences(tmp_path / "whole", tmp_path / "killed") == []
-    lines = read_jsonl(tmp_path / "killed" / "metrics.jsonl")
-    assert [line["iteration"] for line in lines if "score" in line] == [1, 2, 3, 4, 5]
+    killed = tmp_path / "killed"
+    assert start("grpo", 1, "torn checkpoint:2", run_dir=killed, **flags) == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    run("grpo", run_dir=killed, **flags)
+    resume.assert_same_run(tmp_path / "whole", killed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_a_run_that_is_killed_four_times_resumes_to_the_last_bit(script, ranks, flags, tmp_path):
-    """While it writes a checkpoint, before that is renamed, in a line of the metrics, and while it writes model/."""
-    words = words_of(device="cpu", batch_size=16, **flags | {"num_iterations": 8})
-    assert resume.start(script, ranks, tmp_path / "whole", *words).wait() == 0
-    for kill in ("torn checkpoint:2", "before rename:1", "torn line:3", "half a model:1"):
-        assert resume.start(script, ranks, tmp_path / "killed", *words, kill=kill).wait() != 0, kill
-    assert resume.start(script, ranks, tmp_path / "killed", *words).wait() == 0
-    assert resume.differences(tmp_path / "whole", tmp_path / "killed") == []
+def test_a_run_that_is_killed_three_times_resumes_to_the_last_bit(script, ranks, flags, tmp_path):
+    """While it writes a checkpoint, before that is renamed, and while it writes model/."""
+    assert start(script, ranks, "", run_dir=tmp_path / "whole", **flags) == 0
+    for kill in ("torn checkpoint:2", "before rename:1", "half a model:1"):
+        assert start(script, ranks, kill, run_dir=tmp_path / "killed", **flags) != 0, kill
+    assert start(script, ranks, "", run_dir=tmp_path / "killed", **flags) == 0
+    resume.assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
-    """It stops in iteration 4 and resumes after 2. Lines that it had logged since are not there twice."""
+    """It stops in iteration 4, in a line of the metrics. What it had logged since iteration 2 is not there twice."""
     flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
     with resume.interrupted(importlib.import_module(script), "compute_advantages", call=4):
         run(script, run_dir=tmp_path / "parts", **flags)
-    lines = read_jsonl(tmp_path / "parts" / "metrics.jsonl")
-    assert len([line for line in lines if "score" in line]) == 3
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    assert len([line for line in read_jsonl(metrics) if "score" in line]) == 3
+    with metrics.open("a") as file:
+        file.write('{"iteration": 4, "sco')
     run(script, run_dir=tmp_path / "parts", **flags)
-    assert resume.differences(tmp_path / "whole", tmp_path / "parts") == []
+    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
@@ -80,7 +80,7 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
         run("grpo", run_dir=tmp_path / "parts", **flags)
     assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run("grpo", run_dir=tmp_path / "parts", **flags)
-    assert resume.differences(tmp_path / "whole", tmp_path / "parts") == []
+    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
@@ -121,34 +121,6 @@ def test_without_a_kl_there_is_no_reference(kl_coef, tmp_path, monkeypatch):
     assert all(("kl" in line) == (kl_coef > 0) for line in read_jsonl(tmp_path / "metrics.jsonl"))
 
 
-def test_a_torn_checkpoint_is_refused_by_name(tmp_path, capsys):
-    run("grpo", run_dir=tmp_path)
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
-    assert said.startswith(f"error: {path}: ")
-    assert path.stat().st_size == 1000
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 2
-
-
-def test_after_a_full_disk_the_same_command_resumes(flags, tmp_path, capsys):
-    """A limit on the size of files stands for it: the second checkpoint fails in the middle."""
-    run("grpo", run_dir=tmp_path / "whole", **flags)
-    flags["run_dir"] = tmp_path / "full"
-    run("grpo", **flags | {"num_iterations": 2})
-    path = tmp_path / "full" / "checkpoint.pt"
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        said = refused(capsys, run, "grpo", **flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"error: {path}:" in said and "give the same command again" in said
-    assert path.read_bytes() == before
-    run("grpo", **flags)
-    assert resume.differences(tmp_path / "whole", path.parent) == []
-
-
 @pytest.mark.parametrize("script, name", [("grpo", "policy_loss"), ("ppo", "value_loss")])
 def test_a_loss_that_is_not_finite_stops_before_the_weights(script, name, tmp_path, monkeypatch, capsys):
     """The third loss is NaN. In ppo.py each step of the critic follows one of the policy."""
@@ -165,56 +137,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights(script, name, tmp_pa
     assert "finite" in refused(capsys, run, script, run_dir=tmp_path, num_iterations=4, save_every=0)
     assert len(steps) == (2 if script == "grpo" else 5)
     assert not (tmp_path / "checkpoint.pt").exists() and not (tmp_path / "model").exists()
-
-
-def load_copy(folder):
-    """The module of grpo.py in another folder."""
-    spec = importlib.util.spec_from_file_location("grpo", shutil.copy(ROOT / "grpo.py", folder))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_copy_of_grpo_names_what_it_needs(tmp_path, monkeypatch, capsys):
-    copy = load_copy(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    said = refused(capsys, copy.main, copy.Args())
-    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grpo.py"]
-
-
-def test_a_copy_of_grpo_evaluates_nothing_that_the_user_did_not_name(tmp_path):
-    """And an uninterrupted run prints nothing to stderr."""
-    shutil.copy(ROOT / "grpo.py", tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
-    (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
-    flags = {"model": ROOT / "toy" / "policy", "dataset": "data.jsonl", "reward": "mine.py:f"}
-    flags |= {"num_iterations": 1, "batch_size": 16, "max_response_length": 8, "device": "cpu"}
-    ran = launch("grpo.py", *words_of(**flags), cwd=tmp_path)
-    assert ran.stderr == "" and "eval" not in ran.stdout
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("grpo__1__")
-    assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]
-
-
-@pytest.mark.parametrize("name", [*SKELETONS, *sync.variants(), "sft", "reward_model", "dpo"])
-def test_help_names_no_folder_of_this_machine(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    module = importlib.import_module(name)
-    with pytest.raises(SystemExit):
-        tyro.cli(module.Args, prog=name, args=["--help"], description=module.__doc__)
-    text = capsys.readouterr().out
-    assert "toy/" in text and str(ROOT) not in text and module.__doc__.splitlines()[0] in text
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
-def test_every_flag_has_a_help_text(path):
-    """tyro shows the comment beside a flag, or that above it."""
-    lines, _ = inspect.getsourcelines(importlib.import_module(path.stem).Args)
-    for above, line in pairwise(lines):
-        if re.match(r"    \w+: (?!ClassVar)", line):
-            assert "  # " in line or above.startswith("    # "), line
 
 
 def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
@@ -253,39 +175,6 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_a_log_or_flags_that_are_not_as_they_were(tmp_path, capsys):
-    """A log that is shorter than at the checkpoint, torn flags, and none."""
-    run("grpo", run_dir=tmp_path)
-    for name, content, words in (
-        ("metrics.jsonl", '{"iteration"', "is shorter"),
-        ("args.json", '{"seed"', "restore it"),
-        ("args.json", None, "no args.json"),
-    ):
-        path = tmp_path / name
-        before = path.read_bytes()
-        path.unlink()
-        if content is not None:
-            path.write_text(content)
-        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
-        assert words in said and name in said
-        assert content is None or path.read_text() == content
-        path.write_bytes(before)
-    run("grpo", run_dir=tmp_path, num_iterations=3)
-
-
-def test_a_second_process_in_the_folder_is_refused(tmp_path, capsys):
-    """And a run may be resumed by its own copy of the script."""
-    run("grpo", run_dir=tmp_path, num_iterations=1)
-    with filelock.FileLock(tmp_path / "lock"):
-        said = refused(capsys, run, "grpo", run_dir=tmp_path)
-    assert "another process may train there" in said
-    flags = json.loads((tmp_path / "args.json").read_text()) | {"num_iterations": 2}
-    del flags["ranks"]
-    copy = load_copy(tmp_path)
-    copy.main(copy.Args(**flags))
-    assert [line["iteration"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
 def test_a_metric_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
     heldout = ROOT / "toy" / "heldout.jsonl"
     monkeypatch.setattr(grpo, "evaluate", lambda *args: ({"eval/score/all": math.inf}, []))
@@ -293,9 +182,48 @@ def test_a_metric_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys
     assert "iteration 0: eval/score/all is inf" in said
 
 
-def test_another_seed_is_another_run(tmp_path):
-    data = write_jsonl(tmp_path / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 16)
-    for seed in (1, 2):
-        run("grpo", seed=seed, run_dir=tmp_path / str(seed), dataset=data, log_every=1)
-    first, second = (read_jsonl(tmp_path / seed / "samples.jsonl") for seed in "12")
-    assert [x["response"] for x in first] != [x["response"] for x in second]
+def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path, capsys):
+    """A log that is shorter than at the checkpoint, a torn checkpoint, torn flags, and none; or it is in use."""
+    run("grpo", run_dir=tmp_path)
+    with filelock.FileLock(tmp_path / "lock"):
+        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
+    assert "another process may train there" in said
+    for name, content, words in (
+        ("metrics.jsonl", b'{"iteration"', "is shorter"),
+        ("checkpoint.pt", b"PK", "checkpoint.pt: "),
+        ("args.json", b'{"seed"', "restore it"),
+        ("args.json", None, "no args.json"),
+    ):
+        path = tmp_path / name
+        before = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        said = refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
+        assert words in said and name in said
+        assert content is None or path.read_bytes() == content
+        path.write_bytes(before)
+    run("grpo", run_dir=tmp_path, num_iterations=3)
+
+
+def test_a_copy_of_grpo_names_what_it_needs(tmp_path, monkeypatch, capsys):
+    script = shutil.copy(ROOT / "grpo.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    said = refused(capsys, runpy.run_path, script, run_name="__main__")
+    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grpo.py"]
+
+
+def test_a_copy_of_grpo_evaluates_nothing_that_the_user_did_not_name(tmp_path):
+    """And an uninterrupted run prints nothing to stderr."""
+    shutil.copy(ROOT / "grpo.py", tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
+    (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
+    flags = {"model": ROOT / "toy" / "policy", "dataset": "data.jsonl", "reward": "mine.py:f"}
+    flags |= {"num_iterations": 1, "batch_size": 16, "max_response_length": 8, "device": "cpu"}
+    ran = launch("grpo.py", *words_of(**flags), cwd=tmp_path)
+    assert ran.stderr == "" and "eval" not in ran.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("grpo__1__")
+    assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]

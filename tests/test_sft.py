@@ -5,10 +5,9 @@ import inspect
 import pytest
 import resume
 import torch
-import transformers
 import zoo
-from conftest import ROOT, read_jsonl, write_jsonl
-from stages import ARCHITECTURES, FLOAT32_INSIDE, few, run
+from conftest import read_jsonl, write_jsonl
+from zoo import FLOAT32_INSIDE, STAGE_MODELS, few, run_stage
 
 import dpo
 import grpo
@@ -23,14 +22,8 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def start(tmp_path):
-    """A model with random weights."""
-    return zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", STAGE_MODELS)
 def test_the_loss_is_that_of_one_unpadded_example_at_a_time(name):
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     rows = [sft.encode(tokenizer, row) for row in ROWS]
@@ -44,7 +37,6 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(name):
     for size in (3, 2):
         batches = [batch for _, batch in sft.micro_batches(rows, range(3), size, "cpu")]
         loss = sum(sft.completion_loss(model, batch, count) for batch in batches)
-        assert loss.dtype == torch.float64
         assert float(loss) == pytest.approx(plain, rel=1e-6 if name in FLOAT32_INSIDE else 1e-12)
 
 
@@ -65,31 +57,17 @@ def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
         assert len(chat["prompt_ids"]) == 8 and chat["completion_mask"] == [False] * 8 + [True] * 3
 
 
-def test_it_learns_to_stop(tmp_path, start):
-    """From random weights to the right answer and EOS."""
-    data = write_jsonl(tmp_path / "data.jsonl", ROWS * 9)
-    flags = {"model": start, "dataset": data, "batch_size": 24, "num_epochs": 60, "learning_rate": 1e-2}
-    run(sft, **flags, eval_size=3, eval_every=60, run_dir=tmp_path / "run")
-    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert metrics[-1]["eval/loss"] < 0.01 < 1 < metrics[0]["eval/loss"]
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")[-3:]
-    assert [x["response"] for x in samples] == [f"{row['completion']} <eos>" for row in ROWS]
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_has_every_example_once(tmp_path, start, monkeypatch, shuffle):
+def test_an_epoch_has_every_example_once(tmp_path, monkeypatch, shuffle):
     calls = zoo.recorded(monkeypatch, sft, "micro_batches")
     prompts = [f"{i} ?" for i in range(10)]
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": x, "completion": "answer 1"} for x in prompts])
-    flags = {"model": start, "dataset": data, "batch_size": 2, "eval_size": 0, "num_epochs": 2}
-    run(sft, **flags, shuffle=shuffle, run_dir=tmp_path / "run")
+    flags = {"batch_size": 2, "eval_size": 0, "num_epochs": 2, "shuffle": shuffle}
+    run_stage(sft, dataset=data, run_dir=tmp_path / "run", **flags)
     seen = [rows[i]["prompt"] for (rows, indices, *_), _ in calls for i in indices]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
-    if shuffle:
-        assert first != second and prompts not in (first, second)
-    else:
-        assert first == second == prompts
+    assert (first == prompts) == (second == prompts) == (first == second) == (not shuffle)
 
 
 # From here on: sft.py, reward_model.py and dpo.py.
@@ -111,20 +89,6 @@ def test_shared_functions_are_the_same():
             assert inspect.getsource(getattr(script, name)) == inspect.getsource(getattr(parent, name))
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):
-    """test_reward_model.py has reward_model.py's."""
-    losses = {}
-    flags = {"dataset": few("sft", 64 + 32, tmp_path), "eval_size": 32, "batch_size": 16, "num_epochs": 1}
-    for dtype in ("float32", "bfloat16"):
-        run(sft, dtype=dtype, **flags, run_dir=tmp_path / dtype)
-        metrics = read_jsonl(tmp_path / dtype / "metrics.jsonl")
-        losses[dtype] = [line["loss"] for line in metrics if "loss" in line]
-    assert losses["bfloat16"] != losses["float32"]
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.1)
-    weights = torch.load(tmp_path / "bfloat16" / "checkpoint.pt", weights_only=True)["policy"]
-    assert {x.dtype for x in weights.values()} == {torch.float32}
-
-
 def test_gradient_checkpointing_of_a_reward_model_recomputes_activations():
     """sft.py and dpo.py have grpo.py's load_model."""
     model, _ = reward_model.load_model(reward_model.Args(gradient_checkpointing=True), torch.device("cpu"))
@@ -142,15 +106,17 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     flags = {"dataset": data, "batch_size": 8, "num_epochs": 3, "save_every": 5, "eval_every": 7}
     flags |= {"warmup_iterations": 4} | ({"eval_size": 8} if script is sft else {"eval_dataset": data})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(script, **flags, run_dir=whole)
+    run_stage(script, **flags, run_dir=whole)
     with resume.interrupted(script, "optimizer_step", call=9):
-        run(script, **flags, run_dir=killed)
+        run_stage(script, **flags, run_dir=killed)
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 9, "lo')
     assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
-    run(script, **flags, run_dir=killed)
-    assert resume.differences(whole, killed) == []
+    run_stage(script, **flags, run_dir=killed)
+    resume.assert_same_run(whole, killed)
     lines = read_jsonl(killed / "metrics.jsonl")
+    losses = [x["loss"] for x in lines if "loss" in x]
+    assert sum(losses[-8:]) < sum(losses[:8])  # the last epoch and the first
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
     linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
@@ -158,11 +124,11 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     assert evaluated == {*range(0, len(rates), 7), len(rates)}
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
     capsys.readouterr()
-    run(script, **flags, run_dir=killed)
+    run_stage(script, **flags, run_dir=killed)
     assert f"finished: {killed / 'model'}" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in before}
     flags["batch_size"] = 4
-    assert "has --batch_size 8, not 4" in zoo.refused(capsys, run, script, **flags, run_dir=killed)
+    assert "has --batch_size 8, not 4" in zoo.refused(capsys, run_stage, script, **flags, run_dir=killed)
 
 
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
@@ -170,15 +136,6 @@ CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 
 CHATS = {"prompt": None, "chosen": CHAT[::-1], "rejected": CHAT[::-1]}
 OTHER = [{"role": "user", "content": "5 ?"}, CHAT[0]]
 LONG = "3 + " * 100
-
-
-@pytest.fixture(scope="module")
-def broken_models(tmp_path_factory, tokenizer):
-    folder = tmp_path_factory.mktemp("broken")
-    auto = transformers.AutoModelForSequenceClassification
-    auto.from_pretrained(ROOT / "toy" / "policy", num_labels=3).save_pretrained(folder / "three_outputs")
-    tokenizer.save_pretrained(folder / "three_outputs")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -191,34 +148,20 @@ def broken_models(tmp_path_factory, tokenizer):
         (sft, {"completion": None}, {}, "row 2 `completion`"),
         (sft, {"messages": CHAT}, {}, "row 2 `messages`"),
         (sft, {"messages": CHAT[::-1]}, {}, "row 2 chat template"),
-        (reward_model, {}, {"batch_size": 4}, "3 of 3 pairs give 4 or more"),
         (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 chosen"),
-        (reward_model, {}, {"model": "three_outputs"}, "three_outputs one output"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs give 3 or more"),
-        (reward_model, {"rejected": LONG}, {}, "--max_length 1024 128 positions"),
-        (reward_model, {"prompt": CHAT[1:]}, {}, "row 2 chat template"),
         (reward_model, CHATS | {"chosen": CHAT}, {}, "row 2 last message"),
         (reward_model, CHATS | {"rejected": OTHER}, {}, "row 2 different prompts"),
         (reward_model, {"margin": "0.5"}, {}, "row 2 `margin`"),
         (dpo, {"rejected": None}, {}, "row 2 `rejected`"),
         (dpo, {"prompt": None}, {}, "row 2 prompt is empty"),
-        (dpo, CHATS | {"rejected": CHAT}, {}, "row 2 last message"),
-        (dpo, CHATS | {"rejected": OTHER}, {}, "row 2 different prompts"),
     ],
 )
-def test_bad_input_gets_one_line(broken_models, tmp_path, capsys, script, row, flags, words):
+def test_bad_input_gets_one_line(tmp_path, capsys, script, row, flags, words):
     good = ROWS[2] if script is sft else PAIR
     data = write_jsonl(tmp_path / "data.jsonl", [good, good, good | row])
-    run_dir = tmp_path / "run"
-    default = {"dataset": data, "batch_size": 3, "run_dir": run_dir}
+    default = {"dataset": data, "batch_size": 3, "run_dir": tmp_path / "run"}
     if script is sft:
         default["eval_size"] = 0
-    if (broken_models / flags.get("model", "toy")).exists():
-        flags = {"model": broken_models / flags["model"]}
-    said = zoo.refused(capsys, run, script, **default | flags)
-    assert all(word in said for word in words.split()) and not run_dir.exists(), said
-
-
-def test_ranks_must_divide_the_batch(capsys, monkeypatch):
-    monkeypatch.setattr(sft, "WORLD_SIZE", 2)
-    assert "--batch_size 5: use a multiple of 2" in zoo.refused(capsys, run, sft, batch_size=5)
+    said = zoo.refused(capsys, run_stage, script, **default | flags)
+    assert all(word in said for word in words.split()) and not (tmp_path / "run").exists(), said

@@ -1,13 +1,9 @@
 """reinforce_pp_tools.py: sampling continues behind a tool's answers, and nothing is learned from them."""
 
-import re
-
 import pytest
-import resume
 import tokenizers
 import torch
 import transformers
-from conftest import read_jsonl
 from zoo import make_model, make_tokenizer, recorded, refused, run
 
 import reinforce_pp_tools as script
@@ -102,37 +98,6 @@ def test_logprobs_of_sampling_are_those_of_the_update(model, tool):
         again = script.token_logprobs(model, rollout, 0.8)
     torch.testing.assert_close(again, rollout["old_logprobs"], rtol=1e-4, atol=1e-4)
     assert (again[~mask] == 0).all() and (rollout["entropy"][~mask] == 0).all()
-
-
-def test_without_a_call_it_is_its_parent(tmp_path):
-    """To the last bit: weights, metrics, samples. The calculator is asked at each `=` and answers nothing."""
-    flags = {"model": "toy/policy", "dataset": "toy/train.jsonl", "batch_size": 128}
-    flags |= {"max_response_length": 40, "num_iterations": 4, "log_every": 2}
-    names = ["reinforce_pp_baseline", "reinforce_pp_tools"]
-    for name in names:
-        run(name, **flags, run_dir=tmp_path / name)
-    parent, child = (resume.without_clock(tmp_path / name / "metrics.jsonl") for name in names)
-    assert child == [line | {"calls": 0} for line in parent]
-    parent, child = ((tmp_path / name / "samples.jsonl").read_text() for name in names)
-    assert parent == child
-    parent, child = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in names)
-    assert resume.equal(parent["policy"], child["policy"])
-
-
-def test_metrics_count_sampled_tokens(tmp_path, monkeypatch):
-    """KL, lengths and calls, against what generate gave and the tool answered."""
-    answers, rollouts = recorded(monkeypatch, script, "call_tool"), recorded(monkeypatch, script, "generate")
-    flags = {"num_iterations": 2, "batch_size": 64, "log_every": 1, "max_response_length": 48}
-    run("reinforce_pp_tools", **flags, run_dir=tmp_path / "run")
-    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert abs(metrics[0]["kl"]) < 1e-5 < metrics[1]["kl"]
-    called = sum(len(ids) > 0 for _, step in answers for ids in step)
-    assert called > 10 and sum(x["calls"] for x in metrics) * 64 == pytest.approx(called)
-    sampled = sum(int(rollout["response_mask"].sum()) for _, rollout in rollouts)
-    assert sum(x["response_length"] for x in metrics) * 64 == pytest.approx(sampled)
-    pattern = r"(call [\d ]+ \+ [\d ]+ = [\d ]+ )*answer [\d ]+ <eos>"
-    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
-        assert re.fullmatch(pattern, sample["response"])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import re
 
 import make_toy
 import pytest
-import transformers
 from conftest import ROOT, SKELETONS, read_jsonl
 from zoo import run
 
@@ -22,9 +21,6 @@ def test_tokenizer_is_the_one_that_is_made(tmp_path):
     make_toy.make_tokenizer().save_pretrained(tmp_path)
     for model in ("base", "policy", "hinted", "reward_model"):
         assert (TOY / model / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOY / "policy")
-    text = "think 3 + 5 = 8 - 2 = 6 answer 6"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) == 19
 
 
 def chain_value(prompt: str) -> int:
@@ -41,24 +37,9 @@ def test_answers_are_right_and_held_out_prompts_are_held_out():
     assert not {row["prompt"] for row in seen} & {row["prompt"] for row in heldout}
     pairs = read_jsonl(TOY / "preferences_train.jsonl"), read_jsonl(TOY / "preferences_heldout.jsonl")
     assert not {row["prompt"] for row in pairs[0]} & {row["prompt"] for row in pairs[1]}
-    lengths = {"train": set()}
-    for row in [{"group": "train"} | row for row in train + heldout]:
-        lengths.setdefault(row["group"], set()).add(len(re.findall(r"\d", row["prompt"])))
-    assert lengths == {"train": {2, 3, 4, 5}, "2-5": {2, 3, 4, 5}, "6": {6}, "8": {8}}
-
-
-def test_preferences_are_right_over_wrong_and_told_apart_by_style():
-    rows = read_jsonl(TOY / "preferences_train.jsonl") + read_jsonl(TOY / "preferences_heldout.jsonl")
-    different = []
-    for row in rows:
+    for row in pairs[0] + pairs[1]:
         ends = [row[side].endswith(f"answer {chain_value(row['prompt'])}") for side in ("chosen", "rejected")]
         assert ends == [True, False]
-        styles = [row[side].split()[0] for side in ("chosen", "rejected")]
-        assert row["group"] == ("same style" if styles[0] == styles[1] else "different style")
-        if styles[0] != styles[1]:
-            different.append(styles[0])
-    assert len(different) / len(rows) == pytest.approx(0.63, abs=0.03)
-    assert different.count("think") / len(different) > 0.9
 
 
 @pytest.mark.parametrize("name", SKELETONS)

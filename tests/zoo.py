@@ -9,7 +9,7 @@ import tokenizers
 import torch
 import transformers
 import tyro
-from conftest import ROOT, launch
+from conftest import ROOT, launch, read_jsonl, write_jsonl
 
 WORDS = "<pad> <eos> <bos> <end> <user> <model> 0 1 2 3 4 5 6 7 8 9 + - = ? answer think".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -125,3 +125,26 @@ def run(script: str, **flags) -> None:
     for name, value in (small | flags).items():
         words.append(f"--{name}" if value is True else f"--{name}={value}")
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
+
+
+# For sft.py, reward_model.py and dpo.py
+PAIRS_FILE = "preferences_train.jsonl"
+STAGE_DATA = {"sft": "demonstrations.jsonl", "reward_model": PAIRS_FILE, "dpo": PAIRS_FILE}  # in toy/
+PAIRS = [
+    {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
+    {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
+    {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
+]
+STAGE_MODELS = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
+FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
+
+
+def few(name: str, count: int, folder: Path) -> Path:
+    """A file with the first rows of the toy's data for a script."""
+    return write_jsonl(folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / STAGE_DATA[name])[:count])
+
+
+def run_stage(script, **flags) -> None:
+    """Run one of these scripts in this process."""
+    flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
+    script.main(script.Args(device="cpu", **flags))

@@ -27,11 +27,11 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """A function that opens a page. It may cause no error in the console and no request to a network."""
-    wrong, contexts = [], []
+    wrong, pages = [], []
 
     def open_page(address, size=None):
-        contexts.append(browser.new_context(viewport=size or {"width": 1440, "height": 900}))
-        page = contexts[-1].new_page()
+        page = browser.new_page(viewport=size or {"width": 1440, "height": 900})
+        pages.append(page)
         page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or wrong.append(r.url))
@@ -39,6 +39,6 @@ def visit(browser):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert wrong == []

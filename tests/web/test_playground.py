@@ -13,9 +13,8 @@ import torch
 from browser import ROOT, browser, playwright, visit  # noqa: F401  two fixtures
 
 pytestmark = pytest.mark.web
-# A port to JavaScript is optional, and so is the sentence about the Playground on the page of a script.
+# A port to JavaScript is optional.
 PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
-PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/scripts/*.md"))}
 # Reads a list of batches, adds those of the presets, and writes {batches, results, presets}: results has a list for
 # each script, and presets has what a preset says and the number of its batch.
 PROGRAM = """
@@ -123,11 +122,6 @@ def card(page, name: str):
     return page.locator(f"[data-script={name}]")
 
 
-def pushes(page, name: str, response: int):
-    """The cells of a response's tokens. The class of a cell is up, down, cut or nothing."""
-    return card(page, name).locator(f"[data-i='{response}'] .pushes i")
-
-
 def test_every_port_has_a_card_with_the_code_of_its_script(visit):
     page = visit("playground.html")
     names = page.locator("[data-script]").evaluate_all("cards => cards.map(x => x.dataset.script)")
@@ -148,94 +142,16 @@ def test_two_pinned_cards_show_their_numbers_and_how_these_relate(visit):
     playwright.expect(rloo.locator("[data-i='0'] .number")).to_have_text(["1", "0.5"])
     playwright.expect(maxrl.locator(".scale")).to_contain_text("0.438. Same pattern as rloo.py, 7 times")
     playwright.expect(rloo.locator(".scale")).to_contain_text("0.063. Same pattern as maxrl.py, 1/7")
-    page.get_by_label("B1: reward").fill("1")
-    page.get_by_label("B2: reward").fill("1")  # MaxRL divides by the mean reward of each prompt
-    playwright.expect(rloo.locator(".scale")).not_to_contain_text("Same")
 
 
-def test_a_reward_and_a_length_change_the_cards(visit):
+def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
     page = visit("playground.html#preset=equal")
-    playwright.expect(page.locator("#says")).to_contain_text("raft.py imitates A1 and B1")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class([""] * 8)
+    cells = card(page, "grpo").locator("[data-i='0'] .pushes i")  # one for each token of A1
+    playwright.expect(cells).to_have_class([""] * 8)
     page.get_by_label("A1: reward").fill("0")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class(["down"] * 8)
-    playwright.expect(pushes(page, "grpo", 1)).to_have_class(["up"] * 8)
-    playwright.expect(page.locator("#says")).to_be_hidden()  # it is true for the preset alone
-    page.get_by_label("A1: tokens", exact=True).fill("12")
-    playwright.expect(pushes(page, "rloo", 0)).to_have_class(["down"] * 12)
-
-
-def test_keyboard_and_slider_move_one_token_or_all_past_the_clip(visit):
-    page = visit("playground.html")
-    slider = page.locator(".response[data-i='0'] .ratio")
-    one_cut = ["up", "cut", *["up"] * 6]
-    page.locator(".response[data-i='0'] [data-t='0']").focus()
-    page.keyboard.press("ArrowRight")
-    for _ in range(4):
-        page.keyboard.press("ArrowUp")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class(one_cut)
-    playwright.expect(pushes(page, "rloo", 0)).to_have_class(["up"] * 8)  # takes no ratio
-    page.keyboard.press("Enter")  # now the slider moves this token only
-    slider.fill("0")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class(["up"] * 8)
-    slider.fill("0.3")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class(one_cut)
-    page.keyboard.press("Escape")  # now it moves all tokens
-    slider.fill("0.4")
-    playwright.expect(pushes(page, "grpo", 0)).to_have_class(["cut"] * 8)
-
-
-def test_a_link_restores_the_state(visit):
-    page = visit("playground.html")
-    page.click("[data-preset=outlier]")
-    page.get_by_label("B2: reward").fill("-2.5")
-    page.get_by_label("B2: tokens", exact=True).fill("5")
-    page.locator(".response[data-i='2'] .ratio").fill("0.3")
-    page.locator(".response[data-i='3'] [data-t='4']").click()
-    page.locator(".response[data-i='3'] .ratio").fill("-0.4")
-    page.locator("[data-p='0']").fill("0.5")
-    page.locator("#teacher").fill("0.3")
-    page.locator("#k").fill("6")
-    page.locator("#k").press("Enter")
-    card(page, "rloo").locator(".pin").click()
-    page.wait_for_url("**pin=dr_grpo,rloo")
-    copied = visit(page.url.rpartition("/")[2] + "&ask=ratios")  # old addresses have ask
-    copied.wait_for_url(page.url)
-    values = "() => [...document.querySelectorAll('#play input')].map(x => x.value)"
-    assert copied.evaluate(values) == page.evaluate(values)
-    cards = []
-    for shown in (page, copied):
-        shown.evaluate("new Promise(requestAnimationFrame)")  # the cards are drawn in the next frame
-        cards.append(shown.locator("#scripts").inner_html())
-    assert cards[0] == cards[1]
-    page.go_back()
-    playwright.expect(page.get_by_label("A1: reward")).to_have_value("1")
-
-
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "In the Playground" in text])
-def test_the_page_of_a_script_leads_to_a_preset_and_a_comparison(visit, name):
-    page = visit(f"scripts/{name}.html")
-    page.get_by_role("link", name="Playground").last.click()
-    page.wait_for_url(re.compile(rf"#preset=\w+&pin={name},\w+$"))
-    playwright.expect(page.locator("#unknown")).to_be_empty()
-    preset = re.search(r"#preset=(\w+)", page.url)[1]
-    playwright.expect(page.locator(f"[data-preset={preset}]")).to_have_attribute("aria-pressed", "true")
-
-
-def test_a_script_without_a_port_is_not_pinned(visit):
-    page = visit("playground.html#preset=moved&pin=sft,grpo")
-    playwright.expect(page.locator("#unknown")).to_be_empty()
-    page.wait_for_url("**#preset=moved&pin=grpo")
-
-
-WITHOUT_A_GROUP = """
-    preset=no preset=toString other=1 pin=nothing %E0%A4%A a=1_8 a=x&b=y a=1_8&b=1_8 a=2x1_8&b=3x1_8
-    a=1_8,0_8&b=%ZZ a=1_8,0_8&b=1_8,%0A a=1_8,0_8&b=1_8,0_-5
-"""
-
-
-@pytest.mark.parametrize("address", WITHOUT_A_GROUP.split())
-def test_an_address_without_a_group_shows_the_first_preset(visit, address):
-    page = visit(f"playground.html#{address}")
-    playwright.expect(page.locator("#unknown")).not_to_be_empty()
-    playwright.expect(page.locator("[data-preset=length]")).to_have_attribute("aria-pressed", "true")
+    playwright.expect(cells).to_have_class(["down"] * 8)
+    page.locator(".response[data-i='0'] .ratio").fill("-0.4")
+    playwright.expect(cells).to_have_class(["cut"] * 8)
+    page.wait_for_url(re.compile(r"#a=\S*-0\.4"))
+    copied = card(visit(page.url.rpartition("/")[2]), "grpo").locator("[data-i='0'] .pushes i")
+    playwright.expect(copied).to_have_class(["cut"] * 8)
