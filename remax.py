@@ -383,7 +383,8 @@ def main(args):
         # The score of the greedy response to each prompt is the baseline.
         greedy = generate(policy, tokenizer, prompt_ids, args, greedy=True)
         greedy_scores = score(reward, tokenizer, prompt_rows, greedy)
-        rollout["greedy_scores"] = process_scores(args, greedy_scores, greedy["truncated"])
+        greedy_scores = process_scores(args, greedy_scores, greedy["truncated"])
+        rollout["greedy_scores"] = greedy_scores.repeat_interleave(args.samples_per_prompt)  # (B,)
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:

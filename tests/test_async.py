@@ -1,5 +1,6 @@
 """flash_reinforce_async.py: which weights sample, and how a run ends. Ranks are forks, which need not import torch."""
 
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -10,6 +11,7 @@ from itertools import count
 
 import pytest
 import torch
+import variant
 from common import PATCHES
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
@@ -71,6 +73,17 @@ def test_without_staleness_it_is_the_parent(parent, tmp_path):
     assert train(flash_reinforce, 2, tmp_path / "two") == ([0] * 2, [""] * 2)
     assert train(script, 4, tmp_path / "four", staleness=0, sampler_ranks=2) == ([0] * 4, [""] * 4)
     assert_same_run(tmp_path / "four", tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "distill", "gdpo", "sdpo"])
+def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
+    """With a reference, a teacher, further rollouts, or several rewards."""
+    (tmp_path / f"{name}_async.py").write_text(variant.combine(name, ["async"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    run(name, **FLAGS, run_dir=tmp_path / "parent")
+    other = importlib.import_module(f"{name}_async")
+    assert train(other, 2, tmp_path / "run", staleness=0) == ([0] * 2, [""] * 2)
+    assert_same_run(tmp_path / "run", tmp_path / "parent")
 
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):

@@ -239,8 +239,8 @@ def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys
     assert "--reward_weights [0.5]: give 2, one for each reward" in said
 
 
-@pytest.mark.parametrize("script, k", [("grpo", 2), ("remax", 1)])
-def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, k, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", ["grpo", "remax"])
+def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch):
     """In remax.py the greedy response gets its own penalty. equal_groups are those with equal raw scores."""
     module = importlib.import_module(script)
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
@@ -249,17 +249,18 @@ def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, k, tmp_p
         "def f(completions, **_): return [3 + x.count('3') for x in completions]"
     )
     flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
-    flags |= {"samples_per_prompt": k, "num_iterations": 1, "max_response_length": 4}
+    flags |= {"samples_per_prompt": 2, "num_iterations": 1, "max_response_length": 4}
     run(script, run_dir=tmp_path / "run", **flags)
     ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
     raw = scored[0][1]
     assert line["score"] == pytest.approx(float(raw.mean()))
-    if k == 2:
-        is_equal = raw[::2] == raw[1::2]
-        assert line["equal_groups"] == float(is_equal.double().mean()) not in (0, 1)
-        assert (rollout["scores"][::2] != rollout["scores"][1::2])[is_equal].any()  # by the penalty
+    is_equal = raw[::2] == raw[1::2]
+    assert line["equal_groups"] == float(is_equal.double().mean()) not in (0, 1)
+    assert (rollout["scores"][::2] != rollout["scores"][1::2])[is_equal].any()  # by the penalty
     assert 0 < rollout["truncated"].sum() < 16
     assert len(scored) == (2 if script == "remax" else 1)
     for name, (_, raw_scores), (_, sampled) in zip(("scores", "greedy_scores"), scored, generated):
-        torch.testing.assert_close(rollout[name], 2 * (raw_scores - 0.5 * sampled["truncated"]))
-    assert script == "grpo" or (generated[1][1]["truncated"] != rollout["truncated"]).any()
+        processed = 2 * (raw_scores - 0.5 * sampled["truncated"])
+        of_each = processed if name == "scores" else processed.repeat_interleave(2)  # response
+        torch.testing.assert_close(rollout[name], of_each)
+    assert script == "grpo" or (generated[1][1]["truncated"] != rollout["truncated"][::2]).any()

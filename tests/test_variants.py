@@ -71,7 +71,7 @@ def copies(tmp_path):
 
 
 def test_what_does_not_go_together_is_named(copies):
-    for script, chosen in (("distill", ["tools"]), ("rloo", ["lora", "fsdp"])):
+    for script, chosen in (("distill", ["tools"]), ("remax", ["async"]), ("rloo", ["lora", "fsdp"])):
         with pytest.raises(ValueError, match=" with "):
             variant.combine(script, chosen)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")

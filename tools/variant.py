@@ -17,6 +17,7 @@ HEADER = re.compile(r"\A(# /// script\n.*?\n)(.*?)^# ///\n(?:# variant of .*?\n)
 COMMANDS = re.compile(r"\s*(?:Made by|Train a|A) (?:`make|toy|small)\b(?:(?!\n\n).)*:\n\n    .*", re.DOTALL)
 # Pairs that do not go together, also where they merge
 REFUSED = {
+    ("remax", "async"): "the trainers would wait for greedy responses of their own",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
