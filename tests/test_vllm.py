@@ -154,7 +154,6 @@ def test_experts_are_refused(capsys):
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        ({"model": "toy/policy"}, "head_dim=16"),
         ({"kv_cache_gib": 1e-6}, "--kv_cache_gib"),
         ({"temperature": 0.005}, "--temperature 0.005"),
         ({"temperature": 3}, "--temperature 3"),
