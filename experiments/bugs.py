@@ -115,6 +115,16 @@ SHOWN = {
     "old log-probs of the reference": "clip_fraction", "reference log-probs of other rows": "kl",
     "groups along the wrong axis": "entropy",
 }  # fmt: skip
+WHY = {
+    "kl with the wrong sign": "At β = 0.01 the score outweighs it.",
+    "a reference that moves": "Policy and reference are one model, so their KL is 0.",
+    "no zero_grad": "Each step adds the gradients of all steps before it.",
+    "eos masked": "The EOS gets no gradient, but responses already end well.",
+    "sampling without temperature": "The samples are not of the policy that is trained.",
+    "old log-probs of the reference": "A token ε away from the reference is clipped for good.",
+    "reference log-probs of other rows": "The KL term pulls a token to another's probability.",
+    "groups along the wrong axis": "Each response gets the advantage of another.",
+}
 
 
 @cache
@@ -176,13 +186,13 @@ def signs(bug: str) -> str:
 
 
 def cells_in_table(bug: str) -> list[str]:
-    function, old, new = MUTANT[bug][1:]
+    old, new = (line[2:].partition("  #")[0] for line in changed_lines(bug))
     flags = " ".join(words_of(BUGS[bug]))
     first, *others = map(diagnosed, runs_of(bug))
     names = [name for name in first if all(name in other for other in others)]
     [test] = [tests.split()[0] for tests, rows in MUTANTS.items() if bug in [row[0] for row in rows]]
     ends = [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(*parent(bug)))]
-    cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{function}`: `{old}` → `{new}`", *ends]
+    cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{MUTANT[bug].function}`: `{old}` → `{new}`", *ends]
     return [*cells, signs(bug), ", ".join(names) or "nothing", f"`{test}`"]
 
 
@@ -220,17 +230,22 @@ def examples() -> None:
     print("```\n")
 
 
+def changed_lines(bug: str) -> list[str]:
+    """The lines of a script that a bug changes, before and after."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copy(ROOT / f"{script_of(bug)}.py", folder))
+        before = copy.read_text().splitlines()
+        MUTANT[bug].change(copy.parent)
+        lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0)][2:]
+    return [f"{line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-"]
+
+
 def changes() -> None:
     """Print the bugs in the picture as diffs."""
     for number, bug in enumerate(SHOWN, 1):
-        script = f"{script_of(bug)}.py"
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(shutil.copy(ROOT / script, folder))
-            before = copy.read_text().splitlines()
-            MUTANT[bug].change(copy.parent)
-            lines = [*difflib.unified_diff(before, copy.read_text().splitlines(), n=0)][2:]
-        print(f"\n{number}. {bug}, in `{MUTANT[bug].function.split('.')[1]}` of `{script}`\n\n   ```diff")
-        print(*(f"   {line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-"), "   ```", sep="\n")
+        function = MUTANT[bug].function.split(".")[1]
+        print(f"\n{number}. {bug}, in `{function}` of `{script_of(bug)}.py`. {WHY[bug]}\n\n   ```diff")
+        print(*(f"   {line}" for line in changed_lines(bug)), "   ```", sep="\n")
     print()
 
 

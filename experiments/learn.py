@@ -1,15 +1,17 @@
 """The runs of docs/learn.md: the toy with each script of the ladder, its predictions, and its edits that break it.
 
-    python experiments/learn.py          12 minutes on one core
+    python experiments/learn.py           12 minutes on one core
+    python experiments/learn.py runs/a    print the means of a run
 
-A row has the score of each iteration, and of every metric the mean of the first and of the last third of the run. The
-page prints these, the diffs of the ladder, and what tools/explain.py computes.
+A row has the score of each iteration, and each metric's mean over the first and over the last third.
 """
 
 import difflib
 from pathlib import Path
 
 import common
+import explain
+import plot
 import sync
 import tyro
 from common import PATCHES, ROOT, curve, label, load, mean, print_commands, run_all, words_of
@@ -48,13 +50,16 @@ RUNS = {
 SEEDS = (1, 2)
 
 
+def ends(lines: list[dict]) -> dict:
+    curves = {key: curve(lines, key, 6) for key in KEYS}
+    n = max(1, len(curves["score"]) // 3)
+    return {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
+
+
 def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: int) -> dict:
     # Evaluations do not change the training.
     lines = common.train(script, flags | {"seed": seed, "eval_every": 0}, run_dir, patches=patches)
-    curves = {key: curve(lines, key, 6) for key in KEYS}
-    n = max(1, len(lines) // 3)
-    ends = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
-    return ends | {"scores": [round(x, 3) for x in curves["score"]]}
+    return ends(lines) | {"scores": curve(lines, "score", 3)}
 
 
 # --- what the page prints ---
@@ -85,8 +90,6 @@ def rung(a: str, b: str, *functions: str) -> None:
 
 def worked(flags: str) -> None:
     """Print a command of tools/explain.py, and its table."""
-    import explain
-
     print(f"`python tools/explain.py {flags}`")
     explain.print_group(tyro.cli(explain.Args, args=flags.split()))
 
@@ -117,13 +120,15 @@ def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
         rows = [row for row in load("learn") if (row["script"], row["flags"], row["patches"]) == RUNS[name]]
         line = [label(rows[0])]
         for key in columns:
-            ends = [" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows]
-            line.append("; ".join(ends))
+            line.append("; ".join(" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows))
         lines.append(line)
     common.table([f"run, seeds {' and '.join(map(str, SEEDS))}", *columns], lines)
 
 
-def main() -> None:
+def main(run: tyro.conf.Positional[Path | None] = None) -> None:
+    if run:
+        print(*ends(plot.read_run(run)[1]).items(), sep="\n")
+        return
     cells = []
     for script, flags, patches in RUNS.values():
         cells += [{"script": script, "flags": flags, "patches": patches, "seed": seed} for seed in SEEDS]

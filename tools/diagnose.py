@@ -21,7 +21,7 @@ REMEDIES = {
     "first kl": "Check the temperature and the weights of the reference's log-probs.",
     "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
     "kl of 0": "If score rises, the reference trains with the policy: copy it first. Else raise --learning_rate.",
-    "equal groups": "Nothing to compare: check the reward on samples; use other prompts, or partial credit.",
+    "equal groups": "Responses to one prompt are identical: sampling is greedy. Else check reward and prompts.",
     "falling score": "From the start: check signs and which response gets which score. Else lower --learning_rate.",
     "held-out": "The policy exploits the reward, or learns prompts by heart: raise --kl_coef, improve the reward.",
     "large kl": "Read samples, score held-out prompts by --eval_reward; raise --kl_coef, lower --learning_rate.",
@@ -72,10 +72,11 @@ def evidence(run: Run):
 
     # What must hold in every run
     bad = [x for x in run.values("logprob_difference") if x > tolerance]
-    if len(bad) > len(run.rows) / 10:
+    agrees = len(bad) <= len(run.rows) / 10  # else the KL is wrong, too
+    if not agrees:
         yield "log-probs", f"logprob_difference is up to {max(bad):.2g}, {len(bad)} times above {tolerance:g}"
     is_start = first["iteration"] == 1 and "teacher" not in flags  # policy and reference are the same model
-    if is_start and abs(first.get("kl", 0)) > tolerance * first["response_length"]:
+    if agrees and is_start and abs(first.get("kl", 0)) > tolerance * first["response_length"]:
         yield "first kl", f"kl is {first['kl']:.2g} at iteration 1, where it must be 0"
     steps = flags.get("num_minibatches", 1) * flags.get("update_epochs", 1)  # per rollout
     kl = run.values("kl")[len(run.rows) // 2 :]
@@ -108,7 +109,7 @@ def evidence(run: Run):
         yield "entropy", f"entropy falls to {run.late('entropy'):.2g} ({when}), and score does not rise"
 
     # Size of the steps, length of responses
-    if is_far:
+    if agrees and is_far:
         yield "large kl", f"kl is {run.late('kl'):.3g}, more than half a nat per token ({when})"
     if run.late("truncated") > 0.2:
         yield "truncated", f"{run.late('truncated'):.0%} of the responses have no EOS ({when})"
