@@ -228,7 +228,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     B = len(prompt_index)
     sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
-    # Made outside of inference_mode, since the update needs them with gradients
+    # Made outside of inference_mode, whose tensors the update could not use
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled

@@ -208,7 +208,7 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     B = len(prompt_index)
     sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
-    # Made outside of inference_mode, since the update needs them with gradients
+    # Made outside of inference_mode, whose tensors the update could not use
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
@@ -340,7 +340,7 @@ def main(args):
     run_dir = find_run(args)
     device = start_ranks(args)
 
-    # Models are in eval mode: with dropout, the first ratio of a rollout would not be near 1.
+    # Models are in eval mode: with dropout, training would see other log-probs than sampling.
     policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
     # The reference is the policy before training, so it is copied before a checkpoint is loaded.
     reference = copy.deepcopy(policy) if args.kl_coef else None

@@ -21,7 +21,7 @@ REMEDIES = {
     "first kl": "Check the temperature and the weights of the reference's log-probs.",
     "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
     "kl of 0": "If score rises, the reference trains with the policy: copy it first. Else raise --learning_rate.",
-    "equal groups": "Responses to one prompt are identical: sampling is greedy. Else check reward and prompts.",
+    "equal groups": "If responses to one prompt are identical, sampling is greedy; else check reward and prompts.",
     "falling score": "From the start: check signs and which response gets which score. Else lower --learning_rate.",
     "held-out": "The policy exploits the reward, or learns prompts by heart: raise --kl_coef, improve the reward.",
     "large kl": "Read samples, score held-out prompts by --eval_reward; raise --kl_coef, lower --learning_rate.",
