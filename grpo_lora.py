@@ -370,7 +370,7 @@ def main(args):
     run_dir = find_run(args)
     device = start_ranks(args)
 
-    # The model is in eval mode: with dropout, the first ratio of a rollout would not be near 1.
+    # The model is in eval mode: with dropout, training would see other log-probs than sampling.
     policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device, args.dtype)
     policy = add_adapter(args, policy)
     reference = policy if args.kl_coef else None  # the same model; step 5 disables its adapter
