@@ -1,12 +1,16 @@
-"""The site, opened from disk in a browser without a network. make test-docs builds it."""
+"""The site, opened from disk in a browser without a network, and web/estimators.mjs against the scripts."""
 
+import importlib
+import json
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
+from adapters import ours
 from conftest import ROOT
-from test_playground import PORTS
+from make_vectors import make_rollout
 
 # make test collects the tests of the site, too, and has no playwright.
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs installs playwright")
@@ -14,6 +18,8 @@ playwright.expect.set_options(timeout=30_000)
 pytestmark = pytest.mark.web
 SITE = ROOT / "site"
 NAMES = sorted(path.stem for path in ROOT.glob("*.py"))
+# A port to JavaScript is optional.
+PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +102,6 @@ def test_the_search_works_from_disk(visit):
     page.get_by_role("option").filter(has_text=re.compile("dynamic sampling", re.IGNORECASE)).first.wait_for()
 
 
-# From here on: the Playground.
-
-
 def card(page, name: str):
     return page.locator(f"[data-script={name}]")
 
@@ -115,19 +118,10 @@ def test_every_port_has_a_card_with_the_code_of_its_script(visit):
             assert text in card(page, name).locator("pre").inner_text()
 
 
-def test_two_pinned_cards_show_their_numbers_and_how_these_relate(visit):
-    """A1 has the advantage 7 in maxrl.py and 1 in rloo.py, and 8 tokens; the push is the mean over 16 responses."""
-    page = visit("playground.html#preset=success&pin=maxrl,rloo")
-    maxrl, rloo = card(page, "maxrl"), card(page, "rloo")
-    playwright.expect(maxrl.locator("[data-i='0'] .number")).to_have_text(["7", "3.5"])
-    playwright.expect(rloo.locator("[data-i='0'] .number")).to_have_text(["1", "0.5"])
-    playwright.expect(maxrl.locator(".scale")).to_contain_text("0.438. Same pattern as rloo.py, 7 times")
-    playwright.expect(rloo.locator(".scale")).to_contain_text("0.063. Same pattern as maxrl.py, 1/7")
-
-
 def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
     page = visit("playground.html#preset=equal")
     cells = card(page, "grpo").locator("[data-i='0'] .pushes i")  # one for each token of A1
+    playwright.expect(card(page, "raft").locator("[data-i='0'] .number")).to_have_text(["8", "4"])
     playwright.expect(cells).to_have_class([""] * 8)
     page.get_by_label("A1: reward").fill("0")
     playwright.expect(cells).to_have_class(["down"] * 8)
@@ -136,3 +130,35 @@ def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
     page.wait_for_url(re.compile(r"#a=\S*-0\.4"))
     copied = card(visit(page.url.rpartition("/")[2]), "grpo").locator("[data-i='0'] .pushes i")
     playwright.expect(copied).to_have_class(["cut"] * 8)
+
+
+def random_rollout(seed: int) -> dict:
+    """Six responses to one prompt, to two or to three; every fourth time with equal scores."""
+    rollout = make_rollout(str(seed), (2, 3, 6)[seed % 3], (0.05, 0.8)[seed % 2], 0.0, False, 1)
+    if seed % 4 == 3:
+        rollout["scores"] = [0.5] * 6
+    return rollout | {"max_response_length": 8}  # short, so that the penalty of dapo.py acts
+
+
+ROLLOUTS = {str(seed): random_rollout(seed) for seed in range(60)}
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """What each function of estimators.mjs returns. The program also checks the ratios that a preset names."""
+    command = ["node", ROOT / "tests" / "web" / "compute.mjs"]
+    return json.loads(subprocess.check_output(command, input=json.dumps(ROLLOUTS), text=True))
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_javascript_computes_what_the_script_does(name, computed):
+    """Advantages and the gradient of the loss."""
+    script = importlib.import_module(name)
+    for seed, rollout in ROLLOUTS.items():
+        case = {key: np.array(x) if isinstance(x, list) else x for key, x in rollout.items()}
+        sizes = {key: rollout[key] for key in ("samples_per_prompt", "max_response_length")}
+        expected = ours(script)({**case, **vars(script.Args(**sizes))})
+        result, mask = computed[name][seed], case["response_mask"].astype(bool)
+        for key, sign in (("advantages", 1), ("gradient", -1)):
+            found = np.concatenate(result["weights" if key == "gradient" else key])
+            assert found == pytest.approx(sign * expected[key][mask].numpy(), rel=1e-6, abs=1e-9)
