@@ -125,12 +125,8 @@ def run(script: str, **flags) -> None:
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
 
 
-# For sft.py, reward_model.py and dpo.py
-STAGE_DATA = {
-    "sft": "demonstrations",
-    "reward_model": "preferences_train",
-    "dpo": "preferences_train",
-}  # in toy/
+# For sft.py, reward_model.py and dpo.py, with data in toy/
+STAGE_DATA = {"sft": "demonstrations", "reward_model": "preferences_train", "dpo": "preferences_train"}
 PAIRS = [
     {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
