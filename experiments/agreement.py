@@ -13,13 +13,15 @@ import tomllib
 from common import ROOT, environment, load, run_all, table, versions
 
 sys.path.append(str(ROOT / "conformance"))
+
+import check
+
 FRAMEWORKS = tomllib.loads((ROOT / "conformance" / "frameworks.toml").read_text())
 
 
 def print_results(framework: str) -> None:
     """In the framework's environment: what report finds for each method with its flags."""
     import adapters
-    import check
 
     made, found = versions(framework.lower()), {}
     with contextlib.redirect_stdout(sys.stderr):
@@ -54,8 +56,6 @@ def comparison(framework: str) -> None:
 
 
 def main() -> None:
-    import check
-
     cells, vectors = [], check.VECTORS["version"]
     for framework, rows in FRAMEWORKS.items():
         for method, flags in rows:

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,20 +29,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PATCHES = ROOT / "experiments" / "patches"
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / name) for name in (".", "tools", "toy")]
 
 from sync import OWN, policy_scripts  # noqa: E402
 
 POLICY_SCRIPTS = tuple(policy_scripts())
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open()]
+
+
 def load(name: str) -> list[dict]:
     """The rows of a result file."""
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").open()]
-
-
-def save(name: str, rows: list[dict]) -> None:
-    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_jsonl(RESULTS / f"{name}.jsonl")
 
 
 # --- provenance: what made a row, and whether its script has changed since ---
@@ -52,11 +53,9 @@ def provenance(script: str | None = None, patches: Iterable[str] = (), part: str
 
     "code" is all above the plumbing, "estimator" the estimator block. Without a script, the row is never stale.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
+    processor = found[1] if found else platform.machine()
     code = {part: code_hash(script, patches, part)} if script else {}
     machine = f"{os.cpu_count()} cores, {processor}"
     return code | {"versions": versions(), "machine": machine, "date": str(datetime.date.today())}
@@ -163,7 +162,7 @@ def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **en
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    return read_jsonl(run_dir / "metrics.jsonl")
 
 
 def environment(group: str) -> Path:
@@ -184,9 +183,7 @@ def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
     return [round(line[key], digits) for line in metrics if key in line]
 
 
-def run_all(
-    name: str, cells: list[dict], measure: Callable[..., dict], workers: int = 2, part: str = "code"
-) -> None:
+def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2, part: str = "code") -> None:
     """Add a row to results/<name>.jsonl for each cell that has none: the cell, its provenance, and what measure gives.
 
     The rows have the order of the cells; other rows of the file come after them.
@@ -206,7 +203,8 @@ def run_all(
     with ThreadPoolExecutor(workers) as pool:
         for cell, row in zip(missing, pool.map(run, missing)):
             rows.append(row)
-            save(name, sorted(rows, key=cell_of))
+            text = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=cell_of))
+            (RESULTS / f"{name}.jsonl").write_text(text)
             print(*cell.values(), flush=True)
 
 

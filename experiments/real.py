@@ -6,7 +6,6 @@
 Needs data/smollm2 and data/reversal, which data/smollm2.py and data/reversal.py write; `make real` does all of it.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common
+import plot
 import tyro
-from common import ROOT, group_by, label, load, show, table
+from common import ROOT, group_by, label, load, read_jsonl, show, table
 
 FLAGS = {"dataset": "data/reversal/train.jsonl", "eval_dataset": "data/reversal/test.jsonl"}
 FLAGS |= {"model": "data/smollm2", "reward": "data/reversal.py:score", "max_response_length": 16}
@@ -27,7 +27,6 @@ SCRIPTS = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "raft", "reinforce
 SCRIPTS += ["reinforce_pp", "reinforce_pp_baseline", "remax", "rloo"]  # of the table; the others were not run
 ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
-
 
 RUNS = [(script, 1, ALL) for script in SCRIPTS]
 RUNS += [(script, seed, ALL) for script in ("rloo", "grpo") for seed in (2, 3)]
@@ -57,12 +56,9 @@ def all_flags(script: str, seed: int, flags: dict) -> dict:
 
 def read(run_dir: Path) -> dict:
     """The evaluations of a run, and the samples of the first and of the last."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
-    first = [sample for sample in samples if sample["iteration"] == 0]
-    last = [sample for sample in samples if sample["iteration"] == lines[-1]["iteration"]]
-    evaluations = [line for line in lines if "eval/score/plain questions" in line]
-    return {"evaluations": evaluations, "samples": first + last[-3:]}
+    metrics, samples = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
+    evaluations = [line for line in metrics if "eval/score/plain questions" in line]
+    return {"evaluations": evaluations, "samples": samples[:3] + samples[-3:]}
 
 
 def measure(run_dir: Path, script: str, seed: int, flags: dict) -> dict:
@@ -82,10 +78,15 @@ def print_run(run: dict) -> None:
     print(f"{'held out, greedy':20}before  after")
     for name, (before, after) in held_out(run).items():
         print(f"{name:20}{before:.2f}    {after:.2f}")
-    for when, samples in (("before", run["samples"][:3]), ("after", run["samples"][3:])):
-        print(f"\n{when}:")
-        for sample in samples:
-            print(f"    {sample['prompt'][-1]['content']} -> {sample['response']}")
+    for i, sample in enumerate(run["samples"]):
+        if i % 3 == 0:
+            print("\nafter:" if i else "\nbefore:")
+        print(f"    {sample['prompt'][-1]['content']} -> {sample['response']}")
+
+
+def runs_of(flags: dict) -> list[dict]:
+    """The committed runs with exactly these flags."""
+    return [run for run in load("real") if run["flags"] == flags]
 
 
 def demo() -> None:
@@ -103,11 +104,6 @@ def demo_output() -> None:
     print_run(run)
     print("```\n")
     common.print_provenance([run])
-
-
-def runs_of(flags: dict) -> list[dict]:
-    """The committed runs with exactly these flags."""
-    return [run for run in load("real") if run["flags"] == flags]
 
 
 def print_lines(runs: list[dict], name) -> None:
@@ -135,34 +131,33 @@ def plain_questions() -> None:
 
 def lora() -> None:
     """Print a line for grpo.py, and for each learning rate of grpo_lora.py."""
-
-    def name(run: dict) -> str:
-        flags = FLAGS | run["flags"]
-        return label(run | {"flags": {"learning_rate": flags["learning_rate"]}})
-
-    print_lines(load("real_lora"), name)
+    rate = FLAGS["learning_rate"]
+    runs = [
+        run | {"flags": {"learning_rate": run["flags"].get("learning_rate", rate)}}
+        for run in load("real_lora")
+    ]
+    print_lines(runs, label)
 
 
 def draw() -> None:
     """Draw the runs of the table of all scripts."""
-    import plot
-
     groups = {}
-    for run in runs_of(ALL):
-        groups.setdefault(run["script"], []).append(common.plot_rows(run, "score", "kl", "entropy"))
+    for (script,), runs in group_by(runs_of(ALL), "script").items():
+        groups[script] = [common.plot_rows(run, "score", "kl", "entropy") for run in runs]
     plot.draw(groups, ROOT / "docs" / "real.png", columns=3)
 
 
 def main(args: Args) -> None:
     if args.demo:
-        return demo()
-    if args.lora:
+        demo()
+    elif args.lora:
         common.run_all("real_lora", LORA_CELLS, measure)
-        return lora()
-    common.run_all("real", CELLS, measure)
-    draw()
-    summary()
-    plain_questions()
+        lora()
+    else:
+        common.run_all("real", CELLS, measure)
+        draw()
+        summary()
+        plain_questions()
 
 
 if __name__ == "__main__":

@@ -4,16 +4,9 @@
     python experiments/speed.py --workloads real       after make real: SmolLM2-135M, 8 minutes
     python experiments/speed.py --workloads async      flash_reinforce_async.py and its parent: 5 minutes
 
-The workloads, all with a learning rate too small to change the lengths:
-
-    toy     the toy's policy and prompts
-    tail    a Llama of 10 M parameters with random weights. The probability of EOS is the same at every step, so that
-            the lengths have a geometric distribution with a long tail
-    real    SmolLM2-135M and lists of words to reverse, in float32
-    async   the model and prompts of tail; a rank has a core, or both if it is alone
-
-The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
-run does not count. TRL has its own environment in experiments/.trl, which the first call makes.
+docs/speed.md has the workloads, all with a learning rate too small to change the lengths. In tail, the probability of
+EOS is the same at every step, so that the lengths have a geometric distribution with a long tail. The systems take
+turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a run does not count.
 """
 
 import functools
@@ -25,6 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import transformers
 import tyro
 from common import ROOT, curve, environment, flags_of, group_by, load, run_all, table
 
@@ -52,27 +47,18 @@ class Args:
 
 
 def make_tail(folder: Path) -> None:
-    """The model and the prompts of the workload tail. A tokenizer with words as tokens needs no download."""
-    import tokenizers
-    import torch
-    import transformers
+    """The model and the prompts of the workload tail."""
+    from make_toy import make_tokenizer, write_jsonl
 
     vocab_size = 4096
-    words = ["<pad>", "<eos>", "?", *(f"w{i}" for i in range(vocab_size - 3))]
-    ids = {word: i for i, word in enumerate(words)}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
-    tokenizer.save_pretrained(folder / "model")
-
-    generator = torch.Generator().manual_seed(1)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(512):
-            length = int(torch.randint(8, 33, (1,), generator=generator))
-            numbers = torch.randint(0, vocab_size - 3, (length,), generator=generator).tolist()
-            prompt = " ".join(f"w{i}" for i in numbers)
-            file.write(json.dumps({"prompt": prompt, "answer": "w1"}) + "\n")
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(vocab_size - 3))]
+    make_tokenizer(words).save_pretrained(folder / "model")
+    generator, rows = torch.Generator().manual_seed(1), []
+    for _ in range(512):
+        length = int(torch.randint(8, 33, (1,), generator=generator))
+        numbers = torch.randint(0, vocab_size - 3, (length,), generator=generator).tolist()
+        rows.append({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"})
+    write_jsonl(folder / "prompts.jsonl", rows)
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
@@ -88,9 +74,9 @@ def make_tail(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-def run_child(command: list, run_dir: Path, **env: str) -> float:
+def run_child(command: list, run_dir: Path) -> float:
     """Run a program, with what it prints in run_dir.log. Returns its peak memory in GiB. Linux only."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | env
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
     with run_dir.with_suffix(".log").open("w") as file:
         process = subprocess.Popen([*map(str, command)], stdout=file, env=env)
         _, status, usage = os.wait4(process.pid, 0)
@@ -109,21 +95,21 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, **
     script, ranks, flags = SYSTEMS[system]
     flags = FLAGS | WORKLOADS[workload] | flags
     flags |= {"model": str(model), "dataset": str(dataset), "seed": seed, "run_dir": str(run_dir)}
-    log = run_dir / "metrics.jsonl"
     if system == "TRL":
         command = [environment("trl"), ROOT / "experiments" / "speed_trl.py", json.dumps(flags)]
-        log = run_dir.with_suffix(".log")
-        peak = run_child(command, run_dir)
-    elif ranks == 1:
-        peak = run_child([sys.executable, ROOT / f"{script}.py", *flags_of(script, flags)], run_dir)
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [ROOT / f"{script}.py", *flags_of(script, flags)]
-        peak = run_child(command, run_dir, OMP_NUM_THREADS="1")
+        command = [sys.executable, ROOT / f"{script}.py", *flags_of(script, flags)]
+    if ranks > 1:  # torchrun gives each a core
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    peak = run_child(command, run_dir)
+    log = run_dir.with_suffix(".log") if system == "TRL" else run_dir / "metrics.jsonl"
     _, *lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"')]
-    versions = {"versions": lines[-1]["versions"]} if system == "TRL" else {}
-    lists = {"seconds": curve(lines, "seconds", 6), "lengths": curve(lines, "response_length", 6)}
-    return lists | {"peak_gib": peak} | versions
+    row = {
+        "seconds": curve(lines, "seconds", 6),
+        "lengths": curve(lines, "response_length", 6),
+        "peak_gib": peak,
+    }
+    return row | ({"versions": lines[-1]["versions"]} if system == "TRL" else {})
 
 
 # --- the table ---
@@ -157,9 +143,8 @@ def main(args: Args) -> None:
     for workload in args.workloads:
         for seed in range(1, REPEATS[workload] + 1):
             for system in COMPARED[workload]:
-                script = SYSTEMS[system][0]
-                cell = {"workload": workload, "system": system, "seed": seed}
-                cells.append(cell | ({"script": script} if script else {}))
+                script = {} if system == "TRL" else {"script": SYSTEMS[system][0]}
+                cells.append({"workload": workload, "system": system, "seed": seed} | script)
     with tempfile.TemporaryDirectory() as folder:
         tail = Path(folder)
         make_tail(tail)

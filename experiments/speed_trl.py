@@ -17,11 +17,9 @@ steps = flags["num_minibatches"]
 
 
 def exact_answer(completions, answer, **columns):
-    scores = []
-    for completion, expected in zip(completions, answer):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]  # of a chat
-        scores.append(float(text.strip().endswith(str(expected))))
-    return scores
+    # The completion of a chat is a list of messages.
+    texts = [x if isinstance(x, str) else x[-1]["content"] for x in completions]
+    return [float(text.strip().endswith(str(expected))) for text, expected in zip(texts, answer)]
 
 
 class Clock(transformers.TrainerCallback):
@@ -40,6 +38,8 @@ class Clock(transformers.TrainerCallback):
 
 # TRL's defaults, except for the sizes, sampling from the softmax itself, the dtype, and checkpointing of activations,
 # which is on by default, saves memory and costs time.
+options = {"temperature": 1.0, "top_k": 0, "beta": 0.01, "bf16": False, "gradient_checkpointing": False}
+options |= {"lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none"}
 config = trl.GRPOConfig(
     output_dir=flags["run_dir"],
     max_steps=flags["num_iterations"] * steps,
@@ -48,19 +48,12 @@ config = trl.GRPOConfig(
     generation_batch_size=flags["batch_size"],
     num_generations=flags["samples_per_prompt"],
     max_completion_length=flags["max_response_length"],
-    temperature=1.0,
-    top_k=0,
-    beta=0.01,
     learning_rate=flags["learning_rate"],
-    lr_scheduler_type="constant",
-    bf16=flags["dtype"] == "bfloat16",
-    gradient_checkpointing=False,
+    seed=flags["seed"],
     use_cpu=True,
     logging_steps=1,
-    save_strategy="no",
-    report_to="none",
     disable_tqdm=True,
-    seed=flags["seed"],
+    **options,
 )
 cache = f"{flags['run_dir']}/cache"  # grpo.py too reads the prompts in every run
 trl.GRPOTrainer(

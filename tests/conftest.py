@@ -48,21 +48,12 @@ def words_of(**flags) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def launch(
-    *command: str, ranks: int = 1, check: bool = True, timeout: int = 300, **options
-) -> subprocess.CompletedProcess:
+def launch(*command, ranks=1, check=True, timeout=300, **options) -> subprocess.CompletedProcess:
     """Run a script as a user does, under python or torchrun, and return its output."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command, pipe = [*start, *map(str, command)], subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
-    try:
-        output = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a kill would leave the ranks that torchrun started
-        output = process.communicate()
-    result = subprocess.CompletedProcess(command, process.returncode, *output)
-    if check and result.returncode != 0:
-        raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+    options |= {"capture_output": True, "text": True, "timeout": timeout}
+    result = subprocess.run([*start, *map(str, command)], **options)
+    assert not check or result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result

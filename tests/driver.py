@@ -70,9 +70,8 @@ class Recorder:
         self.script = script
         self.sample = sample
         self.dtype = torch.float32 if sample else torch.float64
-        names = ["load_model", "load_critic", "score", "generate", "rollout_logprobs"]
-        names += ["compute_advantages", "policy_loss"]
-        self.original = {name: getattr(script, name) for name in names if hasattr(script, name)}
+        names = [name for name in vars(Recorder) if not name.startswith("_") and hasattr(script, name)]
+        self.original = {name: getattr(script, name) for name in names}
         self.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
         self.models = []  # as they were loaded: the policy first
         self.trained = {}  # the parameters of each model with an optimizer

@@ -1,12 +1,15 @@
-"""The data scripts: right answers, held-out prompts, rewards. tests/real has what needs more packages."""
+"""The data scripts: right answers, held-out prompts, rewards. make test-real trains a real model, too."""
 
 import json
 import zlib
 
 import datasets
 import gsm8k
+import pytest
+import reasoning
 import reversal
-from conftest import read_jsonl
+import transformers
+from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
 
 
 def answer_to(turn: dict) -> str:
@@ -54,3 +57,40 @@ def test_gsm8k_rows(tmp_path, monkeypatch):
     [question] = row["prompt"]
     assert row["answer"] == "4"
     assert question["content"].startswith("2 and 2?\n") and "It is 4" not in question["content"]
+
+
+@pytest.mark.real
+def test_pipeline_opens_the_result(tmp_path):
+    """Of rloo.py on SmolLM2-135M. Needs data/smollm2 and 6 GB of memory."""
+    rows = reversal.make_rows(reversal.Args(held_out=8, size=24))
+    test = [row for row in rows["test"] if row["group"] == "3 words"]
+    flags = {"dataset": write_jsonl(tmp_path / "train.jsonl", rows["train"])}
+    flags |= {"eval_dataset": write_jsonl(tmp_path / "test.jsonl", test), "eval_every": 3}
+    flags |= {"batch_size": 8, "samples_per_prompt": 4, "micro_batch_size": 4, "learning_rate": 1e-5}
+    flags |= {"model": ROOT / "data" / "smollm2", "max_response_length": 16, "num_iterations": 3}
+    flags["run_dir"] = tmp_path / "run"
+    assert launch(ROOT / "rloo.py", *words_of(**flags), timeout=900).stderr == ""
+
+    generate = transformers.pipeline("text-generation", str(tmp_path / "run" / "model"))
+    samples = [x for x in read_jsonl(tmp_path / "run" / "samples.jsonl") if x["iteration"] == 3]
+    for sample in samples[-3:]:  # greedy, of the evaluation
+        [found] = generate(sample["prompt"], max_new_tokens=16, do_sample=False)
+        assert found["generated_text"][-1]["content"] == sample["response"].removesuffix("<|im_end|>")
+
+
+@pytest.mark.real
+def test_gsm8k_compares_numbers():
+    said = ["Think. #### 1,000", "so #### $1000.0", "1000", "#### 100"]
+    assert gsm8k.reward(said, ["1000"] * 4) == [1, 1, 0, 0]
+
+
+@pytest.mark.real
+def test_an_answer_that_is_half_right_counts_nothing():
+    """A puzzle of reasoning-gym, scored by its own function, with and without tags."""
+    args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=20, held_out=3)
+    row = next(row for row in reasoning.make_rows(args)["train"] if "knight" in row["answer"])
+    half = row["answer"].replace("knight", "knave", 1)
+    assert half != row["answer"]
+    said = [row["answer"], f"<think> {half} </think>\n<answer>{row['answer']}</answer>", half, "no idea"]
+    columns = {name: [row[name]] * 4 for name in ("task", "entry")}
+    assert reasoning.score(said, **columns) == [1, 1, 0, 0]

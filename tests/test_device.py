@@ -13,19 +13,11 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, read_jsonl, write_jsonl
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def is_on_host(x) -> bool:
     return getattr(x, "is_on_host", False)
-
-
-def tensors_in(x) -> list[torch.Tensor]:
-    """The tensors in an argument or result, which may be a list."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    if isinstance(x, list | tuple):
-        return [tensor for part in x for tensor in tensors_in(part)]
-    return []
 
 
 class Devices(TorchFunctionMode):
@@ -33,7 +25,7 @@ class Devices(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = tensors_in([*args, *kwargs.values()])
+        inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
         on_host = [x for x in inputs if is_on_host(x)]
         on_device = [x for x in inputs if not is_on_host(x)]
         is_index = function is torch.Tensor.__getitem__ and not is_on_host(args[0])
@@ -46,8 +38,9 @@ class Devices(TorchFunctionMode):
         if function is torch.Tensor.to and names_device:
             return result.clone() if on_host else result  # without the mark
         if function is torch.Tensor.cpu or not (on_device or kwargs.get("device")):
-            for x in tensors_in(result):
-                x.is_on_host = True
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    x.is_on_host = True
         return result
 
 
@@ -57,39 +50,33 @@ def all_reduce(x):
         raise RuntimeError("a collective gets a tensor of the host")
 
 
-POLICY = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
-STAGE = {"batch_size": 8, "anneal_lr": False}
+EVALUATED = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
+PAIRS = {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"}
+STAGES = {"reward_model": PAIRS, "dpo": PAIRS, "sft": {"dataset": "demonstrations.jsonl", "eval_size": 8}}
 CASES = {
-    "grpo": {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5},
-    "grpo bfloat16": {"dtype": "bfloat16", "gradient_checkpointing": True},
-    "ppo": {},
-    "remax": {"reward": "toy/reward_model", "eval_reward": "exact_answer"},
-    "dapo": {"max_rollouts": 2},
-    "distill": {},
-    "gdpo": {"missing_eos_penalty": 0.5},
-    "sdpo": {},
-    "flash_reinforce": {},
-    "grpo_lora": {},
-    "reinforce_pp_tools": {},
-    "reward_model": {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"},
-    "sft": {"dataset": "demonstrations.jsonl", "eval_size": 8},
-    "dpo": {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"},
+    name: EVALUATED
+    for name in ("ppo", "distill", "sdpo", "flash_reinforce", "grpo_lora", "reinforce_pp_tools")
 }
+CASES |= {name: flags | {"batch_size": 8, "anneal_lr": False} for name, flags in STAGES.items()}
+CASES["grpo"] = EVALUATED | {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5}
+CASES["grpo bfloat16"] = EVALUATED | {"dtype": "bfloat16", "gradient_checkpointing": True}
+CASES["remax"] = EVALUATED | {"reward": "toy/reward_model", "eval_reward": "exact_answer"}
+CASES["dapo"] = EVALUATED | {"max_rollouts": 2}
+CASES["gdpo"] = EVALUATED | {"missing_eos_penalty": 0.5}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_and_its_resume_have_all_tensors_on_the_device(case, tmp_path, monkeypatch):
     """It evaluates, stops half-way and resumes. all_sum runs as on several ranks."""
     script = importlib.import_module(case.split()[0])
-    is_stage = script.__name__ in ("sft", "reward_model", "dpo")
-    flags = (STAGE if is_stage else POLICY) | CASES[case]
+    flags = dict(CASES[case])
     for flag in ("dataset", "eval_dataset"):
         if flag in flags:
             rows = read_jsonl(ROOT / "toy" / flags[flag])[:16]
             flags[flag] = str(write_jsonl(tmp_path / flags[flag], rows))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for length in (1, 2):
-        flags["num_epochs" if is_stage else "num_iterations"] = length
+        flags["num_epochs" if case in STAGES else "num_iterations"] = length
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             with Devices():

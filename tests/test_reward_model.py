@@ -45,33 +45,28 @@ def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen2"])
 def test_scores_of_a_batch_are_those_of_each_text_alone(name, tmp_path):
-    """With --dtype bfloat16 the decoder computes in it, and the head gives float32."""
     tokenizer = zoo.make_tokenizer()
     zoo.save(tmp_path, zoo.make_model(name), tokenizer)
     args = rm.Args(model=str(tmp_path))
     model = rm.load_model(args, CPU)[0].double()
+    assert not model.training  # no dropout
     data = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
     rows = rm.load_rows(args, "dataset", data, "train", model, tokenizer)
     [(part, batch)] = rm.micro_batches(rows, range(3), 3, CPU)
-    half = rm.Args(model=str(tmp_path), dtype="bfloat16")
     with torch.no_grad():
         alone = torch.zeros(2, 3, dtype=torch.float64)
         for i, number in enumerate(part):
             for side, name in enumerate(["chosen_ids", "rejected_ids"]):
                 alone[side, i] = model(torch.tensor([rows[number][name]])).logits[0, 0]
         torch.testing.assert_close(rm.score(args, model, batch), alone, rtol=1e-6, atol=1e-12)
-        scores = rm.score(half, rm.load_model(half, CPU)[0], batch)
-    assert alone.std() > 1e-4 and scores.dtype == torch.float32
-    assert not torch.equal(scores, scores.bfloat16().float())
-    assert (scores - alone).abs().max() < 0.2 * alone.abs().max()
+    assert alone.std() > 1e-4
 
 
 def test_gradient_and_metrics_are_the_plain_ones(tmp_path):
     """That of one unpadded text at a time through transformers' own head."""
     rows = read_jsonl(TOY / "preferences_train.jsonl")[:16]
     for i, row in enumerate(rows):
-        row["margin"] = 0.3 * (i % 3)
-    rows[5]["margin"] = None  # takes the flag's
+        row["margin"] = (0.0, 0.3, None)[i % 3]  # None takes the flag's
     data = str(write_jsonl(tmp_path / "few.jsonl", rows))
     start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer())
     flags = {"model": start, "dataset": data, "eval_dataset": data, "run_dir": str(tmp_path / "run")}
@@ -103,5 +98,4 @@ def test_gradient_and_metrics_are_the_plain_ones(tmp_path):
         "score_mean": float(scores.mean()),
         "score_std": float(scores.std(correction=0)),
     }
-    found = {name: metrics[name] for name in expected}
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)

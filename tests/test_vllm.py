@@ -22,9 +22,6 @@ IDS = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS]
 ARGS = script.Args(max_response_length=24, temperature=0.7, kv_cache_gib=0.1)
 
 
-REWARD = "def f(completions, **columns): return [len(text) for text in completions]"
-
-
 def save_llama(folder, tied: bool) -> str:
     """A small Llama with heads of 32, which vLLM needs on a CPU."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -49,8 +46,7 @@ def policy(request, tmp_path_factory):
 @pytest.fixture
 def small(tmp_path):
     """The flags of a run that has something to learn."""
-    (tmp_path / "mine.py").write_text(REWARD)
-    flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{tmp_path}/mine.py:f"}
+    flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{ROOT}/tests/driver.py:reward"}
     flags |= {"batch_size": 16, "max_response_length": 20, "eval_every": 0, "device": "cpu"}
     return flags | {"kv_cache_gib": 0.1, "learning_rate": 1e-3}
 
@@ -74,14 +70,6 @@ def test_logprobs_are_those_of_the_policy_after_every_sync(policy):
         assert expected.min() < -3  # not all of them are near 0
 
 
-def test_the_output_layer_has_weights_of_its_own(policy):
-    """Some CPUs, such as those with AMX, use a packed copy of the weights. vLLM does not update that of a tied one."""
-    [is_tied] = policy.engine.apply_model(
-        lambda model: model.lm_head.weight is model.model.embed_tokens.weight
-    )
-    assert not is_tied
-
-
 def test_greedy_responses_are_those_of_grpo(policy):
     torch.manual_seed(2)
     change(policy)
@@ -92,27 +80,10 @@ def test_greedy_responses_are_those_of_grpo(policy):
         assert torch.equal(ours[name], expected[name]), name
 
 
-def test_a_response_is_masked_after_its_eos_and_truncated_without_one(policy):
-    torch.manual_seed(3)
-    rollout = script.generate(policy, TOKENIZER, IDS, ARGS, samples_per_prompt=8)
-    mask, T = rollout["response_mask"], ARGS.max_response_length
-    ended = torch.zeros(len(mask), dtype=torch.bool)
-    for t in range(T):
-        assert torch.equal(mask[:, t], ~ended)
-        ended |= torch.isin(rollout["sequences"][:, t - T], torch.tensor([1, 19]))
-    assert torch.equal(rollout["truncated"], ~ended) and 0 < ended.sum() < len(ended)
-    assert not rollout["old_logprobs"][~mask].any() and not rollout["sequences"][:, -T:][~mask].any()
-
-
-def test_seeds(policy):
-    """Torch's seed decides the responses. Those to a prompt, or to a prompt that is there twice, all differ."""
-    rollouts = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        rollout = script.generate(policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
-        rollouts.append(rollout["sequences"])
-    assert torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[0], rollouts[2])
-    assert len(rollouts[0].unique(dim=0)) == 16
+def test_all_responses_to_a_prompt_differ(policy):
+    """Also if the prompt is there twice. That torch's seed decides them, the resumed run below shows."""
+    rollout = script.generate(policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
+    assert len(rollout["sequences"].unique(dim=0)) == 16
 
 
 @pytest.mark.parametrize("name", ["rloo_lora_vllm", "rloo_fsdp_vllm", "remax_vllm", "ppo_vllm", "dapo_vllm"])
@@ -152,12 +123,7 @@ def test_experts_are_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    "flags, reason",
-    [
-        ({"kv_cache_gib": 1e-6}, "--kv_cache_gib"),
-        ({"temperature": 0.005}, "--temperature 0.005"),
-        ({"temperature": 3}, "--temperature 3"),
-    ],
+    "flags, reason", [({"kv_cache_gib": 1e-6}, "--kv_cache_gib"), ({"temperature": 3}, "--temperature 3")]
 )
 def test_bad_input_is_refused_in_one_sentence(flags, reason, small, tmp_path):
     words = words_of(**small | flags, run_dir=tmp_path / "run")

@@ -121,15 +121,12 @@ def run(script: str, **flags) -> None:
     """Run a policy script in this process, small unless the flags say otherwise."""
     module = importlib.import_module(script)
     small = dict(num_iterations=2, batch_size=16, max_response_length=8, eval_every=0, device="cpu")
-    words = []
-    for name, value in (small | flags).items():
-        words.append(f"--{name}" if value is True else f"--{name}={value}")
+    words = [f"--{name}" if x is True else f"--{name}={x}" for name, x in (small | flags).items()]
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
 
 
-# For sft.py, reward_model.py and dpo.py
-PAIRS_FILE = "preferences_train.jsonl"
-STAGE_DATA = {"sft": "demonstrations.jsonl", "reward_model": PAIRS_FILE, "dpo": PAIRS_FILE}  # in toy/
+# For sft.py, reward_model.py and dpo.py, with data in toy/
+STAGE_DATA = {"sft": "demonstrations", "reward_model": "preferences_train", "dpo": "preferences_train"}
 PAIRS = [
     {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
@@ -141,7 +138,9 @@ FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
 
 def few(name: str, count: int, folder: Path) -> Path:
     """A file with the first rows of the toy's data for a script."""
-    return write_jsonl(folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / STAGE_DATA[name])[:count])
+    return write_jsonl(
+        folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")[:count]
+    )
 
 
 def run_stage(script, **flags) -> None:

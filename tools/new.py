@@ -24,11 +24,6 @@ def create(name: str, root: Path = sync.ROOT) -> None:
     print(f"{path.name}: a copy of grpo.py; make test says what is missing")
 
 
-def title(source: str) -> str:
-    """The first line of the docstring."""
-    return re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
-
-
 def missing(name: str, root: Path = sync.ROOT) -> list[str]:
     """What a policy script lacks, in the order of CONTRIBUTING.md."""
 
@@ -36,7 +31,8 @@ def missing(name: str, root: Path = sync.ROOT) -> list[str]:
         return (root / path).read_text() if (root / path).exists() else ""
 
     found = []
-    if name != "grpo" and title(read(f"{name}.py")) == title(read("grpo.py")):
+    title = re.search(r'^""".*$', read("grpo.py"), re.MULTILINE)[0]
+    if name != "grpo" and title in read(f"{name}.py"):
         found.append(f"{name}.py: its own docstring; it has grpo.py's")
     for function in (f"{name}_advantages", f"{name}_loss"):
         if not re.search(rf"^(def )?(\w+ = )*{function}\b", read("tests/references.py"), re.MULTILINE):
@@ -56,11 +52,8 @@ def missing(name: str, root: Path = sync.ROOT) -> list[str]:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        create(sys.argv[1])
-        return
-    lines = []
-    for name in sync.policy_scripts():
-        lines += missing(name)
+        return create(sys.argv[1])
+    lines = [line for name in sync.policy_scripts() for line in missing(name)]
     if lines:
         sys.exit("\n".join(["error: CONTRIBUTING.md, Adding an algorithm. Missing:", *lines]))
 

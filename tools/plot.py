@@ -39,36 +39,25 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         flags = json.loads((folder / "args.json").read_text())
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except (OSError, ValueError) as error:
-        refuse(f"{folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
+        sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
     rows = defaultdict(dict)
     for line in lines:
-        try:
+        if line.endswith("}"):  # else it is half a line, where the run was killed
             row = json.loads(line)
-        except ValueError:  # half a line, where the run was killed
-            row = None
-        if isinstance(row, dict) and "iteration" in row:
             rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
     if not rows:
-        refuse(f"{folder} has no finished iteration yet; leave it out")
+        sys.exit(f"error: {folder} has no finished iteration yet; leave it out")
     return flags, list(rows.values())
-
-
-def refuse(message: str) -> None:
-    print("error:", message, file=sys.stderr)
-    sys.exit(2)
 
 
 def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
     """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
-    by_name = defaultdict(list)  # the flags that make a line, of all runs of a script
-    for flags, _ in runs:
-        by_name[flags["exp_name"]].append(flags)
     groups = defaultdict(list)
     for flags, rows in runs:
         label = [flags["exp_name"]]
+        others = [other for other, _ in runs if other["exp_name"] == flags["exp_name"]]
         for name, value in flags.items():
-            differs = any(other.get(name) != value for other in by_name[flags["exp_name"]])
-            if differs and name not in FREE:
+            if name not in FREE and any(other.get(name) != value for other in others):
                 label.append(f"{name} {value}")
         groups[" ".join(label)].append(rows)
     return groups
@@ -90,8 +79,8 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    all_rows = [row for seeds in groups.values() for row in chain(*seeds)]
-    found = dict.fromkeys(name for row in all_rows for name in row)  # names of metrics, in their order
+    all_rows = chain(*chain(*groups.values()))
+    found = dict.fromkeys(chain(*all_rows))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     columns = min(columns, len(names))
     height = math.ceil(len(names) / columns)
@@ -133,7 +122,7 @@ def save(figure, path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    runs = [read_run(folder) for folder in args.runs] or refuse("no run is named; give one folder or more")
+    runs = [read_run(folder) for folder in args.runs] or sys.exit("error: give one run folder or more")
     draw(group_runs(runs), args.out)
     print(f"wrote {args.out}")
 

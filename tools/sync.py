@@ -71,11 +71,10 @@ def merge(mine: str, before: str, after: str) -> tuple[str, bool]:
 
 def pin(source: str, requirements: str) -> str:
     """The source with the versions of requirements.txt in its inline metadata."""
-    begin, header, rest = source.partition("# dependencies = [")
-    line, end, rest = rest.partition("]\n")
+    header, end, rest = source.partition("\n# ///\n")
     for name, version in re.findall(r"^(\w+)==(\S+)", requirements, re.MULTILINE):
-        line = re.sub(f'"{name}==[^"]*"', f'"{name}=={version}"', line)
-    return begin + header + line + end + rest
+        header = re.sub(f'"{name}==[^"]*"', f'"{name}=={version}"', header)
+    return header + end + rest
 
 
 def sync(root: Path) -> int:

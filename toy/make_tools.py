@@ -1,7 +1,6 @@
 """Make toy/tools from a seed: sums that the model cannot do in its head, and a calculator that it may call.
 
-    python toy/make_tools.py                     some minutes on two cores
-    python toy/make_tools.py --out /tmp/tools    into another folder
+    python toy/make_tools.py --out /tmp/tools       some minutes on two cores; by default it writes into toy/tools
 
 A prompt such as `4 8 + 7 1 5 + 9 0 ?` is the sum of two to four numbers of two or three digits, with a token per digit.
 A response guesses (`answer 8 1 1`) or calls the calculator for each plus:
@@ -23,7 +22,6 @@ from make_toy import CURRICULUM_FLAGS, HERE, make_tokenizer, make_untrained_mode
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "?", "call", "answer"]
 CALL_SHARE = 0.33  # of the demonstrations; the others guess
 SLIP_RATE = 0.06  # per call: one digit of its second number is off by 1
-GUESS_RANGE = 99  # a guess is off by 1 to this
 HELDOUT = 200  # prompts per group
 CURRICULUM_STEPS = 1280  # batches of 128, which teach the form of a call
 
@@ -48,8 +46,7 @@ def with_calls(rng: random.Random, numbers: list[int], slip_rate: float) -> str:
 
 
 def guess(rng: random.Random, numbers: list[int]) -> str:
-    error = rng.choice([-1, 1]) * rng.randint(1, GUESS_RANGE)
-    return f"answer {spaced(max(1, sum(numbers) + error))}"
+    return f"answer {spaced(max(1, sum(numbers) + rng.choice([-1, 1]) * rng.randint(1, 99)))}"
 
 
 def make_data(seed: int) -> dict[str, list[dict]]:
@@ -68,11 +65,9 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         return {"prompt": prompt(numbers), "answer": spaced(sum(numbers))} | columns
 
     heldout = []
-    for count in (2, 3, 4):
-        for _ in range(HELDOUT):
-            numbers = draw(count)
-            heldout_prompts.add(prompt(numbers))
-            heldout.append(row(numbers, group=f"{count} numbers"))
+    for count in [2] * HELDOUT + [3] * HELDOUT + [4] * HELDOUT:
+        heldout.append(row(draw(count), group=f"{count} numbers"))
+        heldout_prompts.add(heldout[-1]["prompt"])
     train = [row(draw(rng.randint(2, 3))) for _ in range(2000)]
 
     curriculum = []

@@ -1,7 +1,6 @@
 """Make the toy of chain arithmetic from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
 
-    python toy/make_toy.py                  some minutes on two cores; the same seed gives the same data
-    python toy/make_toy.py --out /tmp/toy   into another folder, to compare
+    python toy/make_toy.py --out /tmp/toy      some minutes on two cores; the same seed gives the same data
 
 The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses
 (`answer 6`) or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md beside this file says what
@@ -16,7 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import tyro
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "-", "=", "?", "think", "answer"]
@@ -66,9 +68,7 @@ def guess(rng: random.Random, chain: list) -> str:
 
 def respond(rng: random.Random, chain: list) -> str:
     """A response in one of the two styles, as the demonstrations have them."""
-    if rng.random() < WORKED_SHARE:
-        return worked_out(rng, chain, SLIP_RATE)
-    return guess(rng, chain)
+    return worked_out(rng, chain, SLIP_RATE) if rng.random() < WORKED_SHARE else guess(rng, chain)
 
 
 def distinct_chains(rng: random.Random, counts: dict[int, int], taken: set) -> list:
@@ -89,16 +89,15 @@ def make_data(seed: int) -> dict[str, list[dict]]:
     """The rows of every JSONL file by its name; "curriculum" is used for training only and not committed."""
     rng = random.Random(seed)
     taken = set()
-    heldout = [
-        {"prompt": prompt(chain), "answer": str(value(chain)), "group": group}
-        for group, counts in {"2-5": {2: 32, 3: 56, 4: 56, 5: 56}, "6": {6: 200}, "8": {8: 200}}.items()
-        for chain in distinct_chains(rng, counts, taken)
-    ]
+
+    def rows(counts: dict[int, int], **columns) -> list[dict]:
+        chains = distinct_chains(rng, counts, taken)
+        return [{"prompt": prompt(chain), "answer": str(value(chain))} | columns for chain in chains]
+
+    heldout = rows({2: 32, 3: 56, 4: 56, 5: 56}, group="2-5")
+    heldout += rows({6: 200}, group="6") + rows({8: 200}, group="8")
     heldout_prompts = set(taken)
-    train = [
-        {"prompt": prompt(chain), "answer": str(value(chain))}
-        for chain in distinct_chains(rng, {2: 128, 3: 624, 4: 624, 5: 624}, taken)
-    ]
+    train = rows({2: 128, 3: 624, 4: 624, 5: 624})
 
     def fresh_chain(numbers: int) -> list:
         """Any chain that is not held out."""
@@ -126,15 +125,15 @@ def make_data(seed: int) -> dict[str, list[dict]]:
         right = [response for response in responses if response.endswith(f"answer {value(chain)}")]
         wrong = [response for response in responses if response not in right]
         if right and wrong:
-            pair = {"prompt": prompt(chain), "chosen": right[0], "rejected": wrong[0]}
             same = right[0].split()[0] == wrong[0].split()[0]  # the first word, "think" or "answer"
+            pair = {"prompt": prompt(chain), "chosen": right[0], "rejected": wrong[0]}
             pair["group"] = "same style" if same else "different style"
             if len(train_pairs) < 4500:
                 train_pairs.append(pair)
             elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
                 heldout_pairs.append(pair)  # never a chain of 2: training has all of them
-    rows = {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
-    return rows | {"preferences_train": train_pairs, "preferences_heldout": heldout_pairs}
+    made = {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
+    return made | {"preferences_train": train_pairs, "preferences_heldout": heldout_pairs}
 
 
 def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
@@ -142,9 +141,8 @@ def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
     rows = list(demonstrations)
     for row in demonstrations:
         chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
-        hint = f"answer {value(chain)}"
-        if row["completion"].startswith("think"):
-            hint = worked_out(rng, chain, slip_rate=0.0)
+        works_out = row["completion"].startswith("think")
+        hint = worked_out(rng, chain, slip_rate=0.0) if works_out else f"answer {value(chain)}"
         if len(chain) < 10:
             rows.append({"prompt": f"{hint} {row['prompt']}", "completion": hint})
     return rows
@@ -156,9 +154,6 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 def make_tokenizer(words=WORDS):
     """One token per word. It adds no special tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -168,9 +163,6 @@ def make_tokenizer(words=WORDS):
 
 def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
     """A Llama of 0.16 M parameters with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 128, "tie_word_embeddings": True}

@@ -1,5 +1,5 @@
 // Estimators of policy scripts in JavaScript, for the page Playground. One function per script, with the script's
-// default flags; a script without one has no card there. tests/web/test_playground.py compares them with the scripts.
+// default flags; a script without one has no card there. tests/web/test_site.py compares them with the scripts.
 //
 // A batch is {k, maxLength, responses}: k responses to each prompt, those of the first prompt first, and one optimizer
 // step for all of them. A response is {reward, greedy, logRatios, old, ref, teacher, values}:
@@ -297,7 +297,7 @@ export const parseResponses = (text) =>
 const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
 const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
 
-// Each says what to look at. tests/web/test_playground.py checks the ratios that it names.
+// Each says what to look at. tests/web/test_site.py checks the ratios that it names.
 export const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",

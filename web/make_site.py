@@ -16,7 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
-FIRST = ["bugs", "exact", "toy", "estimators"]  # of the guide; the others of docs/ follow, except learn.md
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 COG = re.compile(r"^<!-- \[\[\[.*?-->\n+", re.DOTALL | re.MULTILINE)  # the code that fills a table
@@ -25,11 +24,6 @@ HUNK = re.compile(r"^(\d+)(?:,(\d+))?([acd])(\d+)(?:,(\d+))?$", re.MULTILINE)  #
 # In HTML: TeX that is to be rendered, and what stands under the heading Equations.
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re.DOTALL)
-
-
-def script_names() -> list[str]:
-    """In the order of the README's table, which has every script (tests/test_docs.py)."""
-    return re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 def hunks(a: str, b: str) -> list[list[int]]:
@@ -72,14 +66,6 @@ def home_page(matrix: str) -> str:
     return text.replace("{diff}", diff).replace("{demo}", demo).replace("{sections}", sections)
 
 
-def link_playground(text: str, name: str) -> str:
-    """In the page of a script: a link to the preset that it names, with the scripts of its `make diff` pinned."""
-    other = re.search(rf"make diff A=(\w+)\s+B={name}`", text)
-    pins = f"{name},{other[1]}" if other else name
-    link = rf'<a href="../playground.html#preset=\1&pin={pins}">Playground</a>'
-    return PLAYGROUND.sub(rf"In the {link}, preset `\1`", text)
-
-
 def page_of(path: Path) -> Path:
     """The page that a file of the repository becomes, before zensical makes HTML of it."""
     name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
@@ -111,7 +97,9 @@ def write_pages(matrix: str) -> None:
         elif path.suffix == ".md":
             text = home_page(matrix) if path == ROOT / "README.md" else path.read_text()
             if path.parent == ROOT / "docs" / "scripts":
-                text = link_playground(text, path.stem)
+                pins = ",".join([path.stem, *re.findall(rf"make diff A=(\w+)\s+B={path.stem}`", text)])
+                link = rf'<a href="../playground.html#preset=\1&pin={pins}">Playground</a>'
+                text = PLAYGROUND.sub(rf"In the {link}, preset `\1`", text)
             target.write_text(relink(COG.sub("", text), path, todo))
         else:
             language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
@@ -120,22 +108,16 @@ def write_pages(matrix: str) -> None:
             target.write_text(f"{head}# {path.relative_to(ROOT)}\n\n{code}")
 
 
-def write_compare_and_playground(names: list[str], matrix: str) -> None:
-    options = "".join(f"<option>{name}</option>" for name in names)
-    text = (WEB / "compare.html").read_text().replace("{options}", options)
-    (WORK / "pages" / "compare.md").write_text(text.replace("{matrix}", matrix))
-    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
-
-
 def write_settings(names: list[str]) -> None:
-    guide = FIRST + sorted({path.stem for path in ROOT.glob("docs/*.md")} - {"learn", *FIRST})
+    pages = sorted({path.name for path in ROOT.glob("docs/*.md")} - {"learn.md"})
+    guide = dict.fromkeys(["bugs.md", "exact.md", "toy.md", "estimators.md", *pages])  # in this order
     nav = [
         {"Home": "index.md"},
         {"Learn": "learn.md"},
         {"Compare": "compare.md"},
         {"Playground": "playground.md"},
         {"Scripts": [{name: f"scripts/{name}.md"} for name in names]},
-        {"Guide": [*(f"{name}.md" for name in guide), "toy/index.md", "CONTRIBUTING.md"]},
+        {"Guide": [*guide, "toy/index.md", "CONTRIBUTING.md"]},
     ]
     text = (WEB / "zensical.yml").read_text()
     (WORK / "zensical.yml").write_text(f"{text}nav: {json.dumps(nav)}\n")
@@ -181,11 +163,15 @@ def write_data(names: list[str], differences: dict[str, list]) -> None:
 
 def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
-    names = script_names()
+    # In the order of the README's table, which has every script (tests/test_docs.py)
+    names = re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.MULTILINE)
     differences = {f"{a}..{b}": hunks(a, b) for a in names for b in names}
     matrix = matrix_of(names, differences)
     write_pages(matrix)
-    write_compare_and_playground(names, matrix)
+    options = "".join(f"<option>{name}</option>" for name in names)
+    text = (WEB / "compare.html").read_text().replace("{options}", options).replace("{matrix}", matrix)
+    (WORK / "pages" / "compare.md").write_text(text)
+    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
     write_settings(names)
     bundle()
     zensical = Path(sys.executable).parent / "zensical"
