@@ -546,7 +546,9 @@ def check_args(args):
     local_batch = args.batch_size // WORLD_SIZE
     divisor = f"use a divisor of {local_batch}, the responses of a rank"
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
-    toy_flags = ["learning_rate", "max_response_length", "dtype"]
+    toy_flags = ["learning_rate", "max_response_length"]
+    if args.device != "cpu":
+        toy_flags += ["dtype"]
     unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
     if unchanged and args.model != Args.model:
         say(
@@ -862,6 +864,7 @@ def load_checkpoint(run_dir, state):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
+        say(f"resumes after iteration {checkpoint['iteration']}")
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
 

@@ -562,7 +562,9 @@ def check_args(args):
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
     check(0.01 <= args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0.01 to 2")
     check(args.kv_cache_gib > 0, f"--kv_cache_gib {args.kv_cache_gib}: use a number above 0")
-    toy_flags = ["learning_rate", "max_response_length", "dtype"]
+    toy_flags = ["learning_rate", "max_response_length"]
+    if args.device != "cpu":
+        toy_flags += ["dtype"]
     unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
     if unchanged and args.model != Args.model:
         say(
@@ -876,6 +878,7 @@ def load_checkpoint(run_dir, state):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
+        say(f"resumes after iteration {checkpoint['iteration']}")
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
 

@@ -309,7 +309,9 @@ def check_args(args):
             check(value > 0 or name not in positive, f"--{name} {value}: use a number above 0")
     multiple = f"use a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {multiple}")
-    toy_flags = ["learning_rate", "max_length", "dtype"]
+    toy_flags = ["learning_rate", "max_length"]
+    if args.device != "cpu":
+        toy_flags += ["dtype"]
     unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
     if unchanged and args.model != Args.model:
         say(
@@ -551,6 +553,7 @@ def load_checkpoint(run_dir, state):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
+        say(f"resumes after iteration {checkpoint['iteration']}")
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
 

@@ -155,7 +155,9 @@ def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
 
 def test_a_real_model_with_the_toys_defaults_is_warned_of(bad, tmp_path, capsys):
     run("grpo", model=bad / "chat", dataset=bad / "good.jsonl", run_dir=tmp_path, num_iterations=1)
-    assert "warning: --learning_rate, --dtype: " in capsys.readouterr().out
+    assert "warning: --learning_rate: " in capsys.readouterr().out
+    grpo.check_args(grpo.Args(model="x", device="cuda"))
+    assert "warning: --learning_rate, --max_response_length, --dtype: " in capsys.readouterr().out
 
 
 def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):

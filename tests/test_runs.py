@@ -70,7 +70,7 @@ def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
     resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
+def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path, capsys):
     """It stops after its last checkpoint, before its model. That of the shorter run does not count as its result."""
     flags["warmup_iterations"] = 4
     run("grpo", run_dir=tmp_path / "whole", **flags)
@@ -80,6 +80,7 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
         run("grpo", run_dir=tmp_path / "parts", **flags)
     assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run("grpo", run_dir=tmp_path / "parts", **flags)
+    assert "\nresumes after iteration 5\n" in capsys.readouterr().out
     resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
