@@ -4,6 +4,7 @@ import exact
 import pytest
 import torch
 from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, slopes, two_answers
+from exact_training import label_of
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])
@@ -107,3 +108,17 @@ def test_in_a_minibatch_of_64_dapo_keeps_2_percent_of_the_drift_of_grpo():
     (dapo,) = torch.autograd.grad((chance * own / tokens * logprobs.sum(1)).sum(), theta)
     grpo = exact.length_update("grpo", theta.detach(), exact.length_advantages("grpo", False))
     assert float((dapo[1] / dapo[0]) / (grpo[1] / grpo[0])) == pytest.approx(0.02, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "mean, spread, label",
+    [
+        (0.01, 0.02, "a little better"),
+        (0.001, 0.02, "same"),
+        (-0.018, 0.02, "worse"),
+        (0.01, 0.1, "undecided"),
+    ],
+)
+def test_the_label_says_whether_the_interval_has_0_and_whether_it_lies_within_the_margin(mean, spread, label):
+    """Of a hundred seeds with this mean and standard deviation: the half interval is 0.26 of the latter."""
+    assert label_of([mean - spread, mean + spread] * 50, [0.0] * 100)[2] == label
