@@ -143,6 +143,17 @@ def measure_weight(run_dir, **cell) -> dict:
     return {"w": w.tolist(), "noise": short(noise, 6)}
 
 
+def two_answers(script: str, rate: float, k: int = 8) -> float:
+    """Responses for a signal, in a softmax over a right and a wrong answer: gradients 1 - p and -p of one logit."""
+    args, first, second = make_args(script, samples_per_prompt=k), 0.0, 0.0
+    for rights, chance in enumerate(binomial(k, rate)):
+        is_right = torch.arange(k) < rights
+        slope = slopes(script, args, make_rollout(is_right.double()), k, k)[:, 0]
+        update = (slope * torch.where(is_right, 1 - rate, -rate)).sum()
+        first, second = first + chance * update, second + chance * update**2
+    return float(k * (second - first**2) / first**2)
+
+
 class Tree:
     """Policies on all responses of `depth` tokens, many at once; each prefix has its own logits."""
 
@@ -197,9 +208,8 @@ KL_POLICIES = 48
 STEP = 0.01  # nats between the policy that sampled and the one in training, if samples are stale
 IN_REWARD = {"k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": lambda d: (-d).exp() - 1 + d}
 KL_TERMS = {f"{kind} in the reward": ("remax", []) for kind in IN_REWARD}
-KL_TERMS |= {"k1 in the reward, less its mean": ("remax", []), "k1 in the loss": ("grpo", ["k1_in_loss"])}
-KL_TERMS |= {"k2 in the loss": ("reinforce_pp_baseline", []), "k3 in the loss": ("grpo", [])}
-KL_TERMS["rho * k3 in the loss"] = ("grpo", ["unbiased_kl"])
+KL_TERMS |= {"k1 in the loss": ("grpo", ["k1_in_loss"]), "k2 in the loss": ("reinforce_pp_baseline", [])}
+KL_TERMS |= {"k3 in the loss": ("grpo", []), "rho * k3 in the loss": ("grpo", ["unbiased_kl"])}
 
 
 @cache
@@ -221,7 +231,7 @@ def kl_policies(depth: int, target: float, stale: bool):
     return tree, ref, new, old
 
 
-def kl_slopes(term: str, ref, new, old, baseline=0.0) -> torch.Tensor:
+def kl_slopes(term: str, ref, new, old) -> torch.Tensor:
     """(R, D): the slopes of a KL term alone, from the log-probs (R, D); sums over tokens."""
     script, patches = KL_TERMS[term]
     rows, depth = new.shape
@@ -229,7 +239,7 @@ def kl_slopes(term: str, ref, new, old, baseline=0.0) -> torch.Tensor:
     rollout = make_rollout(zero, torch.full((rows,), depth), old_logprobs=old, ref_logprobs=ref)
     args = make_args(script, patches, kl_coef=1.0)
     if script == "remax":
-        rollout |= {"kl": IN_REWARD[term[:2]](old - ref), "greedy_scores": zero - baseline}
+        rollout |= {"kl": IN_REWARD[term[:2]](old - ref), "greedy_scores": zero}
         rollout |= module(script).compute_advantages(args, rollout)
         script, args = "reinforce_pp", make_args("reinforce_pp")  # which has a ratio, for stale samples
     else:
@@ -246,9 +256,8 @@ def measure_kl(run_dir, term, depth, stale, **_) -> dict:
         leaf = new.clone().requires_grad_()
         (exact,) = torch.autograd.grad(tree.kl(leaf, ref).sum(), leaf)  # (S, prefixes, V)
         ref_lp, new_lp, old_lp = (tree.logprobs(x) for x in (ref, new, old))  # (S, N, D)
-        baseline = tree.kl(old, ref).repeat_interleave(new_lp.shape[1]) if "mean" in term else 0.0
         flat = [x.flatten(0, 1) for x in (ref_lp, new_lp, old_lp)]
-        slope = -kl_slopes(term, *flat, baseline).view_as(new_lp)  # of the penalty
+        slope = -kl_slopes(term, *flat).view_as(new_lp)  # of the penalty
         weight = slope * old_lp.sum(2).exp()[..., None]
         (found,) = torch.autograd.grad((tree.logprobs(leaf) * weight).sum(), leaf)
         # Squared norm of the gradient of each log-prob
@@ -308,7 +317,7 @@ def length_update(script: str, theta, advantages) -> torch.Tensor:
 
 
 def measure_length(run_dir, script, can_tell, pace=0.1) -> dict:
-    """Pass rate and mean length of right and wrong responses along the path; the push on a token by length."""
+    """Pass rate and mean length of right and wrong responses along the path."""
     theta = torch.tensor([math.log(0.1 / 0.9)] + [-math.log(15.0)] * (2 if can_tell else 1), **float64)
     path = []
     while theta[0] < math.log(19.0):
@@ -318,10 +327,7 @@ def measure_length(run_dir, script, can_tell, pace=0.1) -> dict:
         path.append(short([rate, *means]))
         update = length_update(script, theta, length_advantages(script, rate > 0.5))
         theta = theta + pace * update / update[0]  # the logit of the pass rate has one pace for all scripts
-    rollout = make_rollout(torch.ones(LONGEST - 1, **float64), LENGTHS[: LONGEST - 1])
-    rollout["advantages"] = rollout["response_mask"].double()
-    slope = slopes(script, make_args(script, max_response_length=LONGEST), rollout, 1, 1)[:, 0]
-    return {"path": path, "per_token": short(slope / slope[15])}
+    return {"path": path}
 
 
 # --- 4. reuse: many steps on one rollout, and steps on rollouts of older policies ---
@@ -404,9 +410,7 @@ def measure_reuse(run_dir, script, patches, flags, delay) -> dict:
         history.append(history[step] + rates * reuse_update(script, patches, flags, rollout, history[step]))
     path = torch.stack(path)  # (steps, 3, S)
     result = {"steps": STEPS, "mean": [short(row) for row in path.mean(2)]}
-    if delay is None:
-        result |= {f"at {x}": [reaches(one, x) for one in path.unbind(2)] for x in AT_KL}
-    return result
+    return result | {f"at {x}": [reaches(one, x) for one in path.unbind(2)] for x in AT_KL}
 
 
 if __name__ == "__main__":

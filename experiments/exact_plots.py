@@ -6,7 +6,7 @@ import textwrap
 import matplotlib.pyplot as plt
 import torch
 from common import ROOT, group_by, load, mean, table
-from exact import DELAYS, KLS, LENGTHS, RATES
+from exact import DELAYS, KLS, RATES, two_answers
 from exact_training import MARGIN, label_of
 from PIL import Image
 
@@ -50,15 +50,15 @@ def relative(row: dict) -> list[float]:
 
 def draw_weights():
     rows = [row for row in load("exact_weights") if not row["all_right"] and row["critic_error"] is None]
-    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(9.5, 7.2))
+    figure, (a, b, c) = plt.subplots(1, 3, figsize=(11, 4.2))
     families = {GREEN: [], ORANGE: [], BLUE: []}
     for (script,), runs in group_by(rows, "script").items():
         w = relative(runs[0])  # at the default k
         color = GREEN if w[2] > 2 * w[-3] else ORANGE if w[2] > 1.1 else BLUE
         families[color].append(script)
         a.plot(P, w, color=color)
-    for (color, names), x, y in zip(families.items(), (0.15, 0.3, 0), (4, 2.4, 0.33)):
-        a.text(x, y, textwrap.fill(", ".join(names), 37), color=color, fontsize=9)
+    for (color, names), x, y in zip(families.items(), (0.1, 0.4, 0), (4.5, 2, 0.33)):
+        a.text(x, y, textwrap.fill(", ".join(names), 26), color=color, fontsize=9)
     for i, k in enumerate((2, 4, 8, 16, 64)):
         grpo, maxrl, raft = (relative(find(rows, script=x, k=k)[0]) for x in ("grpo", "maxrl", "raft"))
         b.plot(P, grpo, color=ORANGE, alpha=0.4 + 0.15 * i, label=f"k = {k}")
@@ -69,13 +69,9 @@ def draw_weights():
     b.text(0.1, 7, r"dotted, $k\to\infty$: climbs $\arcsin\sqrt{p}$")
     c.plot(P, [0.5 / p for p in P], color=BLACK, ls=":")
     c.text(0.2, 5, r"dotted, $k\to\infty$: climbs $\log\,p$")
-    for row in find(rows, script="reinforce_pp_baseline"):
-        text = f"n = {row['groups']}" + ", others\nat 98 %" * (row["others"] is not None)
-        d.plot(P, relative(row), color=GREY if row["others"] else PURPLE, label=text)
-    a.set(title="Three families, at the default k", ylabel="weight, relative to p = 0.5")
-    b.set_title("Std of the group: grpo")
-    c.set(title="maxrl (lines), raft (dots)", xlabel="pass rate p", xlim=(-0.25, 1), xticks=(0, 0.5, 1))
-    d.set(title="Std of the batch: n groups of 8", xlabel="pass rate p")
+    a.set(title="Three families", ylabel="weight, relative to p = 0.5")
+    b.set(title="Std of the group: grpo", xlabel="pass rate p")
+    c.set(title="maxrl (lines), raft (dots)", xlim=(-0.25, 1), xticks=(0, 0.5, 1))
     for axis in (a, b, c):
         axis.set_yscale("log", base=2)
         axis.set_ylim(0.3, 12)
@@ -84,42 +80,38 @@ def draw_weights():
 
 def name_with_setting(row: dict) -> str:
     """The script of a weight, with what is not as usual, such as `grpo` (k = 16)."""
+    if row["critic_error"] is not None:
+        return f"a baseline off by {row['critic_error']:g}"
     words = [f"k = {row['k']}"] * (row["k"] not in (1, 8))
     words += [f"groups: {row['groups']}"] * (row["script"] == "reinforce_pp_baseline" and row["groups"] < 16)
-    words += ["the others at 98 %"] * (row["others"] == 0.98)
+    words += ["other prompts at 98 %"] * (row["others"] == 0.98)
     words += ["all right ones imitated"] * row["all_right"]
-    words += [f"critic off by {row['critic_error']}"] * (row["critic_error"] is not None)
     words += ["length {} if right, {} if wrong".format(*row["lengths"])] * (row["lengths"] != [1, 1])
     return f"`{row['script']}`" + f" ({', '.join(words)})" * bool(words)
 
 
 def weights() -> None:
     """Print the weights at some pass rates, relative to 0.5."""
-    rows = find(load("exact_weights"), critic_error=None)
+    rows = [
+        row for row in find(load("exact_weights"), critic_error=None) if 4 not in (row["k"], row["groups"])
+    ]
     rows = [row for row in rows if row["script"] != "rloo" or (row["k"] == 8 and row["lengths"] == [1, 1])]
-    shown = [P.index(p) for p in (0.01, 0.1, 0.25, 0.75, 0.9, 0.99)]
+    shown = [P.index(p) for p in (0.01, 0.1, 0.9, 0.99)]
     lines = [[name_with_setting(row), *(f"{relative(row)[i]:.2f}" for i in shown)] for row in rows]
     print_shared(["weight, relative to p = 0.5", *(f"p = {P[i]:g}" for i in shown)], lines, rows)
 
 
 def draw_length():
-    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4))
-    names = {ORANGE: [], BLUE: []}
+    figure, axis = plt.subplots(figsize=(6, 4))
     for row in load("exact_length"):
         rate, right, wrong = zip(*row["path"])
-        color = ORANGE if row["can_tell"] and row["per_token"][0] != row["per_token"][-1] else BLUE
-        b.plot(rate, right, color=color)
-        b.plot(rate, wrong, color=color, ls="--")
-        if row["can_tell"]:
-            names[color].append(row["script"])
-            a.plot(LENGTHS[: len(row["per_token"])], row["per_token"], color=color)
-    a.set(title="Push on a token, relative to 17 tokens", xlabel="tokens of the response", ylim=(0, 5))
-    a.text(9, 3, "1/length in the loss:\n" + ", ".join(names[ORANGE]), color=ORANGE)
-    a.text(19, 1.2, textwrap.fill(", ".join(names[BLUE]), 42), color=BLUE)
-    b.set(title="Mean length during training", xlabel="pass rate", ylim=(0, 50))
-    b.text(0.1, 38, "wrong responses", color=ORANGE)
-    b.text(0.5, 8, "right responses", color=ORANGE)
-    b.text(0.3, 18, "both, without 1/length\nor if the policy cannot tell", color=BLUE)
+        color = ORANGE if right[-1] < right[0] - 1 else BLUE
+        axis.plot(rate, right, color=color)
+        axis.plot(rate, wrong, color=color, ls="--")
+    axis.set(title="Mean length during training", xlabel="pass rate", ylabel="tokens", ylim=(0, 50))
+    axis.text(0.1, 38, "wrong responses", color=ORANGE)
+    axis.text(0.5, 8, "right responses", color=ORANGE)
+    axis.text(0.3, 18, "both, without 1/length\nor if the policy cannot tell", color=BLUE)
     return figure
 
 
@@ -134,29 +126,27 @@ def lengths() -> None:
 
 
 def draw_kl():
-    rows = find(load("exact_kl"), depth=6)
+    rows, per_token = find(load("exact_kl"), depth=6), [x / 6 for x in KLS]
     figure, axes = plt.subplots(2, 2, figsize=(9.5, 7))
-    titles = ("Direction, on policy", "Size", "Noise", "Direction, stale samples")
-    units = {"cosine": "cosine with the KL's gradient", "size": "relative to that gradient"}
+    titles = ("Cosine, on policy", "Size, on policy", "Noise, on policy", "Cosine, stale samples")
     limits = {"cosine": (-0.1, 1.06), "size": (0, 1.6), "noise": (3, 1e4)}
     styles = {"k1 in the reward": (BLUE, "-"), "k2 in the reward": (GREEN, ":")}
     styles |= {"k3 in the reward": (ORANGE, ":"), "k2 in the loss": (GREEN, "-")}
-    styles["k3 in the loss"] = (ORANGE, "-")
+    styles |= {"k3 in the loss": (ORANGE, "-"), "rho * k3 in the loss": (BLACK, "--")}
     for axis, title, name in zip(axes.flat, titles, ("cosine", "size", "noise", "cosine")):
         for term, (color, style) in styles.items():
             low, middle, high = zip(*find(rows, term=term, stale="stale" in title)[0][name])
-            axis.plot(KLS, middle, color=color, ls=style, label=term.replace(" in the", ","))
-            axis.fill_between(KLS, low, high, color=color, alpha=0.13 * (style == "-"), lw=0)
-        axis.set(title=title, ylabel=units.get(name, "responses for signal = noise"), ylim=limits[name])
-        axis.set(xscale="log", yscale="log" if name == "noise" else "linear", xlabel="KL, nats")
+            axis.plot(per_token, middle, color=color, ls=style, label=term.replace(" in the", ","))
+            axis.fill_between(per_token, low, high, color=color, alpha=0.13 * (style == "-"), lw=0)
+        axis.set(title=title, ylim=limits[name])
+        axis.set(xscale="log", yscale="log" if name == "noise" else "linear", xlabel="KL per token, nats")
     return figure
 
 
 def kl_terms() -> None:
     """Print cosine / size / noise of each term: medians of the policies."""
     rows, lines = load("exact_kl"), []
-    columns = [(6, 0.1, False), (4, 1.0, False), (6, 1.0, False), (8, 1.0, False), (6, 4.0, False)]
-    columns += [(6, 0.01, True), (6, 0.1, True), (6, 1.0, True)]
+    columns = [(4, 0.1, False), (8, 0.1, False), (6, 1.0, False), (6, 4.0, False), (6, 0.01, True)]
     for (term,), runs in group_by(rows, "term").items():
         lines.append([term])
         for depth, target, stale in columns:
@@ -164,39 +154,35 @@ def kl_terms() -> None:
             cosine, size, noise = (row[name][KLS.index(target)][1] for name in ("cosine", "size", "noise"))
             noise = f"{noise:.0f}" if noise < 1e5 else "> 100,000"
             lines[-1].append("zero" if size < 1e-9 else f"{cosine:.2f} / {size:.2f} / {noise}")
-    heads = [f"{'stale, ' * stale}{target:g} nats, {depth} tokens" for depth, target, stale in columns]
+    heads = [f"KL {target:g} in {depth} tokens, {target / depth:.2g} each" for depth, target, _ in columns]
+    heads[-1] += ", samples 0.01 old"
     table(["cosine / size / noise", *heads], lines, rows)
 
 
 def draw_reuse():
-    rows = find(load("exact_reuse"), delay=None)
-    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4.6))
-    colors = {"reinforce": BLACK, "cispo": GREEN, "sapo": BLUE, "dppo": PURPLE, "grpo": ORANGE, "gspo": GREY}
-    colors |= {"dapo": "#E69F00", "tis": "#56B4E9", "icepop": "#7B3F00", "flash_reinforce": "#B22222"}
-    for name, color in colors.items():
-        (row,) = [row for row in rows if name_of(row) == name]
-        rate, kl, _ = zip(*row["mean"][1:])
-        a.plot(kl, rate, color=color, marker="o", markevery=[-1], label=name)
-        b.plot(row["steps"][1:], kl, color=color, label=name)
-    start = rows[0]["mean"][0][0]
-    best = [start + (1 - start) * i / 200 for i in range(3, 200)]
-    costs = [q * math.log(q / start) + (1 - q) * math.log((1 - q) / (1 - start)) for q in best]
-    a.plot(costs, best, color=GREY, ls=":")
-    a.text(0.02, 0.7, "the most that\na KL can buy", color=GREY)
-    a.set(title="One rollout, up to 128 steps", xlabel="KL from the policy that sampled", ylabel="pass rate")
-    b.set(title="How far it goes", xlabel="steps on the rollout", ylabel="KL, nats", yscale="log")
-    a.set(xscale="log", xlim=(0.008, 5))
-    b.set_xscale("log", base=2)
+    figure, axes = plt.subplots(2, 2, figsize=(9.5, 8.4))
+    colors = {"reinforce": BLACK, "cispo": GREEN, "tis": BLUE, "dppo": PURPLE, "grpo": ORANGE, "gspo": GREY}
+    colors |= {"dapo": "#E69F00", "flash_reinforce": "#B22222"}
+    for (a, b), delay, title in zip(axes, (None, DELAYS[-1]), ("One rollout", "Samples 32 steps old")):
+        for row in find(load("exact_reuse"), delay=delay):
+            if color := colors.get(name_of(row)):
+                rate, kl, _ = zip(*row["mean"][1:])
+                a.plot(kl, rate, color=color, marker="o", markevery=[-1], label=name_of(row))
+                b.plot(row["steps"][1:], kl, color=color, label=name_of(row))
+        a.set(title=f"{title}: pass rate", xlabel="KL from the start", xscale="log", xlim=(0.008, 5))
+        b.set(title=f"{title}: KL", xlabel="steps", yscale="log")
+        b.set_xscale("log", base=2)
     return figure
 
 
 def paired(row: dict, base: dict, target: float, which: int) -> str:
-    """Mean difference from base at the same KL, ± two standard errors, and how many policies get there with both."""
+    """Mean difference from base at the same KL, ± two standard errors, and how many policies, if not all, are in it."""
     pairs = [(x[which], y[which]) for x, y in zip(row[f"at {target}"], base[f"at {target}"]) if x and y]
     if len(pairs) < len(row[f"at {target}"]) / 2:
         return "-"
     values = torch.tensor([x - y for x, y in pairs])
-    return f"{values.mean():+.3f} ± {2 * values.std() / len(values) ** 0.5:.3f} ({len(values)})"
+    text = f"{values.mean():+.3f} ± {2 * values.std() / len(values) ** 0.5:.3f}"
+    return text if len(values) == len(row[f"at {target}"]) else f"{text} ({len(values)})"
 
 
 def reuse() -> None:
@@ -213,12 +199,15 @@ def reuse() -> None:
 
 
 def delays() -> None:
-    """Print pass rate and KL after 128 steps on samples that are some steps old."""
+    """Print pass rate and KL after 128 steps, and pass rate at the same KL, on samples that are some steps old."""
     rows, lines = [row for row in load("exact_reuse") if row["delay"] is not None], []
     for (name,), runs in group_by(rows, name_of).items():
-        ends = [row["mean"][-1] for row in runs]
-        lines.append([f"`{name}`", *(f"{rate:.2f} at {kl:.2g}" for rate, kl, _ in ends)])
-    print_shared(["loss", *(f"{delay} steps old" for delay in DELAYS)], lines, rows)
+        rate, kl, _ = runs[-1]["mean"][-1]
+        gains = [paired(x, find(rows, script="reinforce", delay=x["delay"])[0], 0.5, 0) for x in runs[1:]]
+        lines.append([f"`{name}`", f"{rate:.2f}", f"{kl:.2g}", *gains])
+    heads = ["loss", "pass rate after 128 steps, samples 32 steps old", "KL"]
+    heads += [f"at 0.5 nats, {delay} steps old, less `reinforce`" for delay in DELAYS[1:]]
+    print_shared(heads, lines, rows)
 
 
 def responses(row: dict) -> list[float]:
@@ -227,74 +216,81 @@ def responses(row: dict) -> list[float]:
 
 
 def draw_noise():
-    rows = [row for row in load("exact_weights") if row["lengths"] == [1, 1] and not row["all_right"]]
-    unit = responses(find(rows, script="rloo", k=8)[0])[P.index(0.5)]
-    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4.4))
-    (critic,) = find(rows, critic_error=0.3)
-    a.plot(P, [x / unit for x in responses(critic)], color=BLACK, ls=":", label="critic off by 0.3")
-    colors = {"grpo": ORANGE, "rloo": BLUE, "maxrl": GREEN, "raft": GREY, "remax": PURPLE, "reinforce": BLACK}
+    rows = load("exact_weights")
+    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4.4), sharey=True)
+    colors = {"rloo": BLUE, "maxrl": GREEN, "raft": ORANGE, "remax": PURPLE, "reinforce": BLACK}
     for script, color in colors.items():
-        runs = find(rows, script=script, critic_error=None)
-        a.plot(P, [x / unit for x in responses(runs[0])], color=color, label=script)
-        at_k = sorted((run["k"], responses(run)[P.index(0.1)] / unit) for run in runs)
-        if len(at_k) > 1:
-            b.plot(*zip(*at_k), color=color, marker="o", label=script)
-    a.set(title="Responses for the same signal", xlabel="pass rate p", yscale="log", ylim=(0.4, 1000))
-    b.set(title="At p = 0.1", yscale="log", xlabel="k, responses for a prompt")
-    b.set_xscale("log", base=2)
+        a.plot(P, responses(find(rows, script=script, critic_error=None)[0]), color=color, label=script)
+        if script in ("rloo", "maxrl", "raft"):
+            b.plot(P, [two_answers(script, p) for p in P], color=color)
+    a.plot(P, responses(find(rows, critic_error=0.3)[0]), color=GREY, label="a baseline off by 0.3")
+    a.set(
+        title="Gradients of equal norm", ylabel="responses for signal = noise", yscale="log", ylim=(0.01, 1e4)
+    )
+    b.set(title="A softmax over two answers")
+    figure.supxlabel("pass rate p", fontsize=10)
+    a.legend(loc="lower center", frameon=False, ncols=2)
     return figure
 
 
 def noise() -> None:
     """Print the responses for the same signal, relative to rloo with k = 8 at the same pass rate and lengths."""
     rows, lines = load("exact_weights"), []
-    shown = [P.index(p) for p in (0.01, 0.1, 0.5, 0.9, 0.99)]
+    shown = [P.index(p) for p in (0.01, 0.1, 0.5, 0.75, 0.9, 0.99)]
     for row in rows:
         (base,) = find(rows, script="rloo", lengths=row["lengths"], k=8)
         ratios = [responses(row)[i] / responses(base)[i] for i in shown]
-        if row["k"] not in (4, 16) and row["groups"] not in (2, 4) and row["others"] != 0.98:
+        is_shown = row["script"] == "raft" or row["k"] not in (4, 16)
+        if is_shown and row["groups"] not in (2, 4) and row["others"] != 0.98:
             lines.append([name_with_setting(row), *(f"{x:.2f}" if x < 100 else f"{x:.0f}" for x in ratios)])
+    for script in ("grpo", "maxrl", "raft"):
+        ratios = [two_answers(script, P[i]) / two_answers("rloo", P[i]) for i in shown]
+        lines.append([f"`{script}` (two answers)", *(f"{x:.2f}" if x > 0.005 else "< 0.01" for x in ratios)])
     print_shared(["responses, relative to `rloo`", *(f"p = {P[i]:g}" for i in shown)], lines, rows)
 
 
-def training() -> None:
-    """Print each arm against the first arm of its setting."""
-    rows, lines = load("exact_training"), []
+def training(*settings: str) -> None:
+    """Print each arm against the first, and k = 4 against 2 and 16; pass@16 only at equal rates of Adam."""
+    rows, lines = [row for row in load("exact_training") if row["setting"] in settings], []
     for (setting, optimizer), arms in group_by(rows, "setting", "optimizer").items():
-        for row in arms:
-            name = f"{name_of(row)}, k = {row['k']}"
-            lines.append([f"{setting}, {optimizer}", name, f"{mean(row['end']):.3f}"])
-            for outcome in ("end", "run", "pass@16"):
-                difference, half, text = label_of(row[outcome], arms[0][outcome])
-                lines[-1].append("" if row is arms[0] else f"{difference:+.3f} ± {half:.3f} {text}")
+        sizes = {row["k"]: row for row in find(arms, script="grpo")}
+        pairs = [(row, arms[0]) for row in arms] + [(sizes[4], sizes[k]) for k in (2, 16) if k in sizes]
+        for row, base in pairs:
+            name = f"{name_of(row)}, k = {row['k']}" + f" (less k = {base['k']})" * (base is not arms[0])
             power, beta = row["best"]["end"]
-            lines[-1] += [f"{row['mean kl'][-1]:.2g}", f"$2^{{{power}}}$" + f", β = {beta:g}" * row["kl"]]
-    heads = ["setting", "arm", "accuracy", "less the first arm", "over the run", "pass@16", "KL", "rate"]
-    table(heads, lines, rows)
+            rate = f"$2^{{{power}}}$" + f", β = {beta:g}" * row["kl"]
+            means = [f"{mean(row[outcome]):.3f}" for outcome in ("end", "pass@16")]
+            lines.append([f"{setting}, {optimizer}", name, rate, *means])
+            is_fair = optimizer == "adam" and row["best"]["end"] == base["best"]["end"]
+            for outcome in ("end", "run", "pass@16"):
+                difference, half, text = label_of(row[outcome], base[outcome])
+                cell = f"{difference:+.3f} ± {half:.3f} {text}" if half else "the same run"
+                lines[-1].append(cell if row is not base and (is_fair or outcome != "pass@16") else "")
+    heads = ["setting", "arm", "rate", "accuracy", "pass@16", "accuracy, less the first"]
+    table([*heads, "over the run", "pass@16, less the first"], lines, rows)
     count = sum("±" in cell for line in lines for cell in line)
     print(f"Of these {count} intervals of 99 %, about {count / 100:.1f} miss the truth by chance.\n")
 
 
 def draw_training():
     rows = load("exact_training")
-    figure, (a, b, c) = plt.subplots(1, 3, figsize=(9.5, 4.8))
-    for axis, outcome, title in ((a, "end", "Accuracy"), (b, "pass@16", "pass@16")):
-        for optimizer, shift, fill in (("adam", 0.15, None), ("sgd", -0.15, "white")):
-            base, *arms = find(rows, setting="mixed", optimizer=optimizer)
-            for i, row in enumerate(arms):
-                difference, half, _ = label_of(row[outcome], base[outcome])
-                color = {"maxrl": GREEN, "raft": GREEN, "grpo": ORANGE}.get(row["script"], BLUE)
-                axis.errorbar(difference, shift - i, xerr=half, fmt="o", color=color, mfc=fill or color)
-        axis.axvspan(-MARGIN, MARGIN, color="#EEEEEE", zorder=0)
-        axis.set(title=title, xlabel="less grpo, k = 8", yticks=[])
+    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4.4))
+    for optimizer, shift, fill in (("adam", 0.15, None), ("sgd", -0.15, "white")):
+        base, *arms = find(rows, setting="mixed", optimizer=optimizer)
+        for i, row in enumerate(arms):
+            difference, half, _ = label_of(row["end"], base["end"])
+            color = {"maxrl": GREEN, "raft": GREEN, "grpo": ORANGE}.get(row["script"], BLUE)
+            a.errorbar(difference, shift - i, xerr=half, fmt="o", color=color, mfc=fill or color)
+    a.axvspan(-MARGIN, MARGIN, color="#EEEEEE", zorder=0)
+    a.set(title="mixed: accuracy", xlabel="less grpo, k = 8")
     a.set_yticks([-i for i in range(len(arms))], [f"{row['script']}, k = {row['k']}" for row in arms])
-    a.text(-0.055, -8, "filled: Adam\nopen: SGD")
+    a.text(-0.055, -9, "filled: Adam\nopen: SGD\ngrey: ± 0.02")
     for script, color in {"grpo": ORANGE, "reinforce_pp_baseline": GREEN, "rloo": BLUE}.items():
         (row,) = find(rows, setting="trap", script=script, patches=[])
-        c.plot(row["mean kl"], row["mean accuracy"], color=color, label=script)
-        c.plot(row["mean kl"], row["mean score"], color=color, ls=":")
-    c.text(0, 0.5, "dotted: the score")
-    c.set(title="A trap in the reward", xlabel="KL from the base, nats", ylabel="accuracy", ylim=(0, 0.55))
+        b.plot(row["mean kl"], row["mean accuracy"], color=color, label=script)
+        b.plot(row["mean kl"], row["mean score"], color=color, ls=":")
+    b.text(0, 0.5, "dotted: the score")
+    b.set(title="trap", xlabel="KL from the base, nats", ylabel="accuracy", ylim=(0, 0.55))
     return figure
 
 
@@ -303,7 +299,8 @@ if __name__ == "__main__":
     for draw in (draw_weights, draw_length, draw_kl, draw_reuse, draw_noise, draw_training):
         figure = draw()
         for axis in figure.axes:
-            label_ends(axis)
+            if axis.get_legend() is None:
+                label_ends(axis)
         file = ROOT / "docs" / f"exact_{draw.__name__.removeprefix('draw_')}.png"
         figure.savefig(file, dpi=110)
         Image.open(file).convert("RGB").quantize(96).save(file, optimize=True)  # a third of the bytes

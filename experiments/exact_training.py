@@ -149,14 +149,13 @@ def measure(run_dir, setting, optimizer, **arm) -> dict:
 
 
 def label_of(values: list[float], base: list[float]) -> tuple[float, float, str]:
-    """Mean difference, half of its 99 % interval, and one of four labels."""
+    """Mean difference, half of its 99 % interval, and a label: "same" and "a little" lie within the margin."""
     differences = torch.tensor(values) - torch.tensor(base)
     mean, half = float(differences.mean()), float(T_99 * differences.std() / math.sqrt(len(differences)))
-    if abs(mean) + half <= MARGIN:
-        return mean, half, "within the margin"
+    is_within = abs(mean) + half <= MARGIN
     if abs(mean) <= half:
-        return mean, half, "undecided"
-    return mean, half, "better" if mean > 0 else "worse"
+        return mean, half, "same" if is_within else "undecided"
+    return mean, half, "a little " * is_within + ("better" if mean > 0 else "worse")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import exact
 import pytest
 import torch
-from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, slopes
+from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, slopes, two_answers
+from exact_training import label_of
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])
@@ -39,23 +40,10 @@ def test_every_right_response_has_the_weight_of_reinforce():
         torch.testing.assert_close(w, torch.ones_like(w), atol=0, rtol=1e-12)
 
 
-def responses_of_two_answers(script: str, rate: float, k: int = 8) -> float:
-    """Responses for a signal, in a softmax over a right and a wrong answer: gradients 1 - p and -p of one logit."""
-    args, mean, second = make_args(script, samples_per_prompt=k), 0.0, 0.0
-    for rights, chance in enumerate(exact.binomial(k, rate)):
-        is_right = torch.arange(k) < rights
-        slope = slopes(script, args, make_rollout(is_right.double()), k, k)[:, 0]
-        update = (slope * torch.where(is_right, 1 - rate, -rate)).sum()
-        mean, second = mean + chance * update, second + chance * update**2
-    return float(k * (second - mean**2) / mean**2)
-
-
 def test_with_two_answers_the_order_of_noise_is_reversed_on_easy_prompts():
     """As docs/exact.md says: the tokens of right responses have a small gradient there, against section 5's model."""
-    ratio = {
-        p: responses_of_two_answers("raft", p) / responses_of_two_answers("rloo", p) for p in (0.01, 0.99)
-    }
-    assert ratio[0.01] > 1 > ratio[0.99]
+    ratio = {p: two_answers("raft", p) / two_answers("rloo", p) for p in (0.01, 0.5, 0.99)}
+    assert ratio[0.01] > 1 > ratio[0.5] > ratio[0.99]
 
 
 def policies():
@@ -120,3 +108,17 @@ def test_in_a_minibatch_of_64_dapo_keeps_2_percent_of_the_drift_of_grpo():
     (dapo,) = torch.autograd.grad((chance * own / tokens * logprobs.sum(1)).sum(), theta)
     grpo = exact.length_update("grpo", theta.detach(), exact.length_advantages("grpo", False))
     assert float((dapo[1] / dapo[0]) / (grpo[1] / grpo[0])) == pytest.approx(0.02, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "mean, spread, label",
+    [
+        (0.01, 0.02, "a little better"),
+        (0.001, 0.02, "same"),
+        (-0.018, 0.02, "worse"),
+        (0.01, 0.1, "undecided"),
+    ],
+)
+def test_the_label_says_whether_the_interval_has_0_and_whether_it_lies_within_the_margin(mean, spread, label):
+    """Of a hundred seeds with this mean and standard deviation: the half interval is 0.26 of the latter."""
+    assert label_of([mean - spread, mean + spread] * 50, [0.0] * 100)[2] == label
