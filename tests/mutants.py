@@ -24,10 +24,11 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # made by make test-vllm
-SKIPPED = [".git", ".venv*", "site", "node_modules", "smollm2", "runs", "__pycache__", ".*_cache", "*.png"]
+# fmt: off
+SKIPPED = [".git", ".venv*", ".trl", ".verl", ".site", "site", "node_modules", "smollm2", "runs",
+           "__pycache__", ".*_cache", "*.png"]
 
 # The tests that must fail: what is wrong, in which function of which script, what is there once, what it becomes
-# fmt: off
 MUTANTS = {
     "test_estimators.py": [
         ("kl with the wrong sign", "reinforce_pp.compute_advantages", "- args.kl_coef", "+ args.kl_coef"),
