@@ -2,9 +2,8 @@
 
     python experiments/bugs.py        train, draw and print the table: 30 minutes on two cores
 
-A bug is a mutant of tests/mutants.py, a change of one line. Each is trained on the toy beside the unchanged script with
-the same flags. A row has the metrics of every iteration, so tools/diagnose.py can read it like a run folder. Writes
-docs/bugs.png and docs/metrics.png, too.
+A bug is a mutant of tests/mutants.py. Each is trained on the toy beside the unchanged script with the same flags. A row
+has the metrics of every iteration, which tools/diagnose.py reads. Writes docs/bugs.png and docs/metrics.png, too.
 """
 
 import ast

@@ -1,8 +1,6 @@
 """Speed and peak memory of grpo.py and TRL's GRPOTrainer, and of asynchronous sampling, on CPU.
 
-    python experiments/speed.py                        the toy and the long tail: 10 minutes
-    python experiments/speed.py --workloads real       after make real: SmolLM2-135M, 8 minutes
-    python experiments/speed.py --workloads async      flash_reinforce_async.py and its parent: 5 minutes
+    python experiments/speed.py        the workloads toy and tail; --workloads real async: the others
 
 docs/speed.md has the workloads, all with a learning rate too small to change the lengths. In tail, the probability of
 EOS is the same at every step, so that the lengths have a geometric distribution with a long tail. The systems take

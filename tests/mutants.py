@@ -1,8 +1,6 @@
 """Break the scripts in the ways that such code is known to be broken, and check that a test notices each.
 
-    python tests/mutants.py                           all mutants, two at a time
-    python tests/mutants.py --only kl                 those whose name contains kl
-    python tests/mutants.py --tests test_estimators   those that tests of this name must notice
+    python tests/mutants.py        all mutants, two at a time; --only kl: those whose name contains kl
 
 A mutant is a copy of the repository in which one function of one script is changed in one place. It must make its tests
 fail. Exit code 1 if one survives.
