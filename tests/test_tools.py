@@ -40,6 +40,12 @@ def generate(model, tool, greedy=False, prompts=IDS, k=1, call_end="", tokenizer
     return script.generate(model, tokenizer, prompts, args, samples_per_prompt=k, greedy=greedy)
 
 
+def test_the_calculator_adds_and_answers_nothing_else():
+    calculate, _ = script.load_tool("toy/tools/calculator.py:calculate", "?", TOKENIZER)
+    calls = {"call 4 8 + 7 1 5 =": "7 6 3", "call 5 =": "5", "call 4 + =": None, "call =": None, "5 =": None}
+    assert {text: calculate(text) for text in calls} == calls
+
+
 def in_answer(rollout):
     T = rollout["response_mask"].shape[1]
     return rollout["attention_mask"][:, -T:].bool() & ~rollout["response_mask"]
