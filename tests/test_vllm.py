@@ -46,7 +46,9 @@ def policy(request, tmp_path_factory):
 @pytest.fixture
 def small(tmp_path):
     """The flags of a run that has something to learn."""
-    flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{ROOT}/tests/driver.py:reward"}
+    reward = "def f(completions, **columns): return [len(text) for text in completions]"
+    (tmp_path / "mine.py").write_text(reward)
+    flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{tmp_path}/mine.py:f"}
     flags |= {"batch_size": 16, "max_response_length": 20, "eval_every": 0, "device": "cpu"}
     return flags | {"kv_cache_gib": 0.1, "learning_rate": 1e-3}
 
@@ -80,10 +82,15 @@ def test_greedy_responses_are_those_of_grpo(policy):
         assert torch.equal(ours[name], expected[name]), name
 
 
-def test_all_responses_to_a_prompt_differ(policy):
-    """Also if the prompt is there twice. That torch's seed decides them, the resumed run below shows."""
-    rollout = script.generate(policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
-    assert len(rollout["sequences"].unique(dim=0)) == 16
+def test_seeds(policy):
+    """Torch's seed decides the responses. A prompt that is there twice gets others."""
+    rollouts = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        rollout = script.generate(policy, TOKENIZER, [IDS[0]] * 2, ARGS, samples_per_prompt=8)
+        rollouts.append(rollout["sequences"])
+    assert torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[0], rollouts[2])
+    assert len(rollouts[0].unique(dim=0)) > 8  # two short responses may be equal by chance
 
 
 @pytest.mark.parametrize("name", ["rloo_lora_vllm", "rloo_fsdp_vllm", "remax_vllm", "ppo_vllm", "dapo_vllm"])
