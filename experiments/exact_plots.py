@@ -176,7 +176,7 @@ def draw_reuse():
 
 
 def paired(row: dict, base: dict, target: float, which: int) -> str:
-    """Mean difference from base at the same KL, ± two standard errors, and how many policies, if not all, are in it."""
+    """Mean difference from base at the same KL, ± two standard errors; the number of policies, if not all reach it."""
     pairs = [(x[which], y[which]) for x, y in zip(row[f"at {target}"], base[f"at {target}"]) if x and y]
     if len(pairs) < len(row[f"at {target}"]) / 2:
         return "-"

@@ -78,7 +78,7 @@ def without_clock(path: Path) -> list[dict]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two run folders hold the same files, and bit by bit the same logs, model and checkpoint, but for the clock."""
+    """Both run folders have the same files, and exactly the same logs, model and checkpoint, apart from times."""
     names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (one, other)]
     assert names[0] == names[1]
     for name in ("metrics.jsonl", "samples.jsonl"):

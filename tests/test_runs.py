@@ -28,7 +28,7 @@ def flags(tmp_path):
 
 
 def start(script: str, ranks: int, kill: str, **flags) -> int:
-    """The exit code of a run in processes of its own, which is killed at this moment."""
+    """Start a run in other processes, and kill it at this moment. Returns its exit code."""
     program = ROOT / "tests" / "resume.py", kill, ROOT / f"{script}.py"
     words = words_of(device="cpu", batch_size=16, **flags)
     return launch(*program, *words, ranks=ranks, check=False).returncode
