@@ -275,22 +275,14 @@ def draw_metrics() -> None:
     import matplotlib.pyplot as plt
     import plot
 
-    hacked = next(
-        run for run in common.load("hacking") if (run["script"], run["beta"]) == ("reinforce_pp", 0.0)
-    )
+    [hacked] = [x for x in common.load("hacking") if (x["script"], x["beta"]) == ("reinforce_pp", 0)]
     hacked["held-out accuracy"] = [value for value in hacked["truth"] for _ in range(5)]
     good, high, wrong = (unchanged(*pair)[0]["metrics"] for pair in (("grpo", {}), *MISTAKES))
     panels = {  # run, second metric, note and the points that its arrow joins
         "healthy": (good, "equal_groups", "at first, all groups differ", (8, 0), (18, 0.1)),
         "equal groups": (wrong, "equal_groups", "every response scores 0", (10, 0), (20, 0.3)),
         "learning rate too high": (high, "entropy", "score falls to chance", (49, 0.2), (36, 1.0)),
-        "reward hacking": (
-            hacked,
-            "held-out accuracy",
-            "accuracy falls, score rises",
-            (35, 0.55),
-            (50, 0.95),
-        ),
+        "reward hacking": (hacked, "held-out accuracy", "accuracy falls", (35, 0.55), (50, 0.95)),
     }
     figure, axes = plt.subplots(2, 2, figsize=(8, 5), dpi=110, layout="constrained")
     for axis, (title, (curves, other, note, end, start)) in zip(axes.flat, panels.items()):

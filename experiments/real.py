@@ -29,10 +29,9 @@ ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
 SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
 
 RUNS = [(script, 1, ALL) for script in SCRIPTS]
-RUNS += [(script, seed, ALL) for script in ("rloo", "grpo") for seed in (2, 3)]
+RUNS += [("rloo", seed, ALL) for seed in (2, 3)]
 RUNS += [("rloo", 1, {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)]
-RUNS += [("rloo", 1, ALL | {"kl_coef": beta}) for beta in (0.3, 1)]
-LORA_RUNS = [("grpo", 1, SHORT_FLOAT32)]
+LORA_RUNS = [("grpo", 1, SHORT_FLOAT32 | {"learning_rate": 1e-5})]
 LORA_RUNS += [("grpo_lora", 1, SHORT_FLOAT32 | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)]
 CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in RUNS]
 LORA_CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in LORA_RUNS]
@@ -123,20 +122,14 @@ def summary() -> None:
 
 
 def plain_questions() -> None:
-    """Print a line for each KL coefficient of rloo.py, seed 1, in float32 and in bfloat16."""
-    runs = [run for run in load("real") if run["script"] == "rloo" and run["seed"] == 1]
-    for dtype in (None, "bfloat16"):
-        print_lines([run for run in runs if run["flags"].get("dtype") == dtype], label)
+    """Print a line for each KL coefficient of rloo.py in float32."""
+    print_lines([run for run in load("real") if "dtype" not in run["flags"]], label)
 
 
 def lora() -> None:
     """Print a line for grpo.py, and for each learning rate of grpo_lora.py."""
-    rate = FLAGS["learning_rate"]
-    runs = [
-        run | {"flags": {"learning_rate": run["flags"].get("learning_rate", rate)}}
-        for run in load("real_lora")
-    ]
-    print_lines(runs, label)
+    rate = "learning_rate"
+    print_lines(load("real_lora"), lambda run: f"`{run['script']}.py --{rate} {run['flags'][rate]:g}`")
 
 
 def draw() -> None:

@@ -174,7 +174,7 @@ class Recorder:
                 patch.setattr(self.script, name, getattr(self, name))
             patch.setattr(torch.nn.utils, "clip_grad_norm_", self.record_gradient)
             patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # there is one already
-            patch.setattr(dist, "destroy_process_group", lambda: None)
+            patch.setattr(dist, "destroy_process_group", dist.barrier)  # until rank 0 has written its files
             torch.set_default_dtype(self.dtype)
             self.script.main(args)
             torch.set_default_dtype(torch.float32)
