@@ -51,7 +51,7 @@ import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
+import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.nn.functional import pad
@@ -90,12 +90,12 @@ class Args:
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts, scored by column `group`; the toy has some by default
+    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 40  # tokens of a response at most; one without EOS by then is truncated
+    max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
@@ -107,7 +107,7 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank, except in sampling: memory only
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
     learning_rate: float = 2e-4  # peak learning rate of AdamW
     warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
@@ -120,7 +120,7 @@ class Args:
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
-    # From here to `estimator: end` stands what makes the method. The rest is the same in the sibling scripts.
+    # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
@@ -134,7 +134,7 @@ class Args:
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Without this shift, rounding could leave equal scores a bit off their mean, and 1e-4 would magnify it.
+    # Without this shift, rounding could leave equal scores a bit off their mean; 1e-4 would magnify that.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
@@ -204,7 +204,7 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)  # of bfloat16; float64 stays, for tests
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 becomes float32; float64 stays
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
@@ -276,12 +276,12 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
 
 
 def token_logprobs(model, batch, temperature):
-    """Log-probs (B, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
+    """Log-probs (b, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
     T = batch["response_mask"].shape[1]
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
-    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
-    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
+    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
     logprobs = log_distribution(logits, temperature).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
 
@@ -315,7 +315,7 @@ def rollout_logprobs(args, model, rollout):
 
 
 def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows of the dataset for an iteration. An epoch shuffles, and drops an incomplete batch."""
+    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     shuffled = torch.randperm(len(dataset), generator=generator)
@@ -399,9 +399,9 @@ def main(args):
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # with --kl_coef 0 nothing uses it
+        else:  # with --kl_coef 0 any would do: their weight is 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
-        # Some methods put it in the reward; for others it is a metric.
+        # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
 
         # 6. Advantages
@@ -786,11 +786,10 @@ def describe(tokenizer, rows, rollout, samples_per_prompt=1):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score of greedy responses for each value of the column `group`, over all ranks; samples."""
+    """The mean score of greedy responses, over all ranks, for each value of `group`; and three samples."""
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
-    # Four times the rows of a rollout: on a GPU, decoding them takes little longer.
-    size = 4 * args.batch_size // WORLD_SIZE
+    size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)

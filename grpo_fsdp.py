@@ -5,15 +5,18 @@
 # variant of grpo.py
 """GRPO with FSDP2: weights, gradients, AdamW and the reference are split over the ranks.
 
-Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277. FSDP2 is its second version, in torch. Each of N ranks
-keeps 1/N of every tensor. In the passes for log-probs and updates, the weights of a layer are gathered when
-it runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks finish after
-different numbers of tokens, so a gather per layer would hang. A rank must therefore hold the whole model
-once, with 2 bytes per weight in bfloat16. Gradients are summed over the ranks, and the norm is that of all
-ranks, as in grpo.py. Each rank first loads both models into CPU memory, in float32. The checkpoint and model/
-are whole. The equations are in grpo.py; `diff grpo.py grpo_fsdp.py` shows FSDP. Left out: a sharded reward
-model, and mps, for which torch has no FSDP. A toy (sums such as "3 + 5 - 2 ?"; half a minute, score 0.3 to
-0.98), and a model on 8 GPUs:
+Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277; FSDP2 is its second version, in torch. The method is
+grpo.py's, Zhihong Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3 and 4, whose terms grpo.py explains:
+
+    loss = 1/N_seq sum_i 1/T_i sum_t [beta k3_t - min(rho_t A_i, clip(rho_t, 1-eps, 1+eps) A_i)]
+
+Each of N ranks keeps 1/N of every tensor. In the passes for log-probs and updates, the weights of a layer are
+gathered when it runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks finish
+after different numbers of tokens, so a gather per layer would hang. So a rank must hold the whole model once,
+with 2 bytes per weight in bfloat16. Gradients are summed over the ranks, and their norm is that of the whole
+gradient, as in grpo.py. Each rank first loads both models into CPU memory, 8 bytes per weight. The checkpoint
+and model/ hold whole tensors. Left out: a sharded reward model, and mps, for which torch has no FSDP.
+`diff grpo.py grpo_fsdp.py` shows FSDP. Train a toy (half a minute, score 0.3 to 0.98), or a model on 8 GPUs:
 
     python grpo_fsdp.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct \
@@ -47,7 +50,7 @@ import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
+import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -90,12 +93,12 @@ class Args:
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts, scored by column `group`; the toy has some by default
+    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 40  # tokens of a response at most; one without EOS by then is truncated
+    max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
@@ -107,7 +110,7 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank, except in sampling: memory only
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
     learning_rate: float = 2e-4  # peak learning rate of AdamW
     warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
@@ -120,7 +123,7 @@ class Args:
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
-    # From here to `estimator: end` stands what makes the method. The rest is the same in the sibling scripts.
+    # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
@@ -134,7 +137,7 @@ class Args:
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Without this shift, rounding could leave equal scores a bit off their mean, and 1e-4 would magnify it.
+    # Without this shift, rounding could leave equal scores a bit off their mean; 1e-4 would magnify that.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
@@ -204,7 +207,7 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)  # of bfloat16; float64 stays, for tests
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 becomes float32; float64 stays
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
@@ -276,12 +279,12 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
 
 
 def token_logprobs(model, batch, temperature):
-    """Log-probs (B, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
+    """Log-probs (b, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
     T = batch["response_mask"].shape[1]
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
-    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
-    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
+    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
     logprobs = log_distribution(logits, temperature).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
 
@@ -315,7 +318,7 @@ def rollout_logprobs(args, model, rollout):
 
 
 def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows of the dataset for an iteration. An epoch shuffles, and drops an incomplete batch."""
+    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     shuffled = torch.randperm(len(dataset), generator=generator)
@@ -337,20 +340,27 @@ def process_scores(args, scores, truncated):
 
 
 def shard(args, model, device):
-    """Split weights and gradients over the ranks, which must all make equally many passes."""
+    """Split weights and gradients. Each forward or backward pass then needs all ranks, or hangs."""
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
     dtypes = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    layer_class = transformers.modeling_layers.GradientCheckpointingLayer
+    layer_class = transformers.modeling_layers.GradientCheckpointingLayer  # of every decoder layer
     layers = [part for part in model.modules() if isinstance(part, layer_class)]
-    for part in [*layers, model]:  # the model last: the weights outside of its layers
-        fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)  # the model, too
+    for part in [*layers, model]:  # the model last: it takes what is in no layer
+        # By default, the model's own part would stay gathered after the forward pass.
+        fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)
         part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
         part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
 
 
+def models_and_optimizers(state):
+    """Each model of the state, and its optimizer, which comes next."""
+    parts = list(state.values())
+    return zip(parts[::2], parts[1::2])
+
+
 def shard_all(args, state, reference, device):
-    """Split all models that are trained, and the reference. The optimizers get the parts of this rank."""
+    """Split the trained models and the reference. AdamW, made for whole weights, gets this rank's parts."""
     for model, optimizer in models_and_optimizers(state):
         shard(args, model, device)
         optimizer.param_groups[0]["params"] = list(model.parameters())
@@ -405,7 +415,7 @@ def main(args):
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
     # Resume the run, or start it. `start` counts the finished iterations.
-    shard_all(args, state, reference, device)
+    shard_all(args, state, reference, device)  # first, so that each rank loads its parts only
     start, log_sizes = load_checkpoint(run_dir, state)
     check_ranks_agree(args, {"rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
@@ -433,12 +443,12 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
-        release(policy)
+        release(policy)  # all responses are sampled
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # with --kl_coef 0 nothing uses it
+        else:  # with --kl_coef 0 any would do: their weight is 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
-        # Some methods put it in the reward; for others it is a metric.
+        # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
 
         # 6. Advantages
@@ -589,8 +599,9 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    check(args.num_iterations > 0, "--num_iterations 0: use 1 or more")  # a checkpoint is saved
+    check(args.num_iterations > 0, "--num_iterations 0: use 1 or more")  # model/ comes from a checkpoint
     check(device.type != "mps", "--device mps: torch has no FSDP there; use --device cpu")
+    check(device.index is None, f"--device {args.device}: each rank takes its own; leave out the number")
     if WORLD_SIZE == 1:  # FSDP needs a process group
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if WORLD_SIZE > 1:
@@ -640,7 +651,7 @@ def load_model(args, flag, auto_class, device):
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
     if wants_reward_model:
         model.to(device)
-    else:  # stays on the CPU until shard_all, so that no GPU ever holds all float32 weights
+    else:  # stays on the CPU until shard_all: no GPU loads all float32 weights
         weights = [float(weight.detach().sum()) for weight in model.parameters()]
         check_ranks_agree(args, {f"weights of {where}": weights})
     return model.eval(), tokenizer
@@ -832,11 +843,10 @@ def describe(tokenizer, rows, rollout, samples_per_prompt=1):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score of greedy responses for each value of the column `group`, over all ranks; samples."""
+    """The mean score of greedy responses, over all ranks, for each value of `group`; and three samples."""
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
-    # Four times the rows of a rollout: on a GPU, decoding them takes little longer.
-    size = 4 * args.batch_size // WORLD_SIZE
+    size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
     gather(policy)
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
@@ -888,22 +898,19 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
-def models_and_optimizers(state):
-    """Each model of the state, and its optimizer, which comes next."""
-    parts = list(state.values())
-    return zip(parts[::2], parts[1::2])
-
-
 def whole(state):
-    """The state of all ranks, on rank 0. Every rank must call it."""
+    """The whole tensors of models and optimizers, on the CPU of rank 0. Every rank must call it."""
     states = [get_state_dict(*pair, options=WHOLE) for pair in models_and_optimizers(state)]
     return dict(zip(state, [part for pair in states for part in pair]))
 
 
 def load_whole(state, checkpoint):
-    """Each rank takes its part."""
+    """Load whole tensors. Each rank keeps its part."""
     parts = [checkpoint[name] for name in state]
     for pair, weights, moments in zip(models_and_optimizers(state), parts[::2], parts[1::2]):
+        missing = pair[0].state_dict().keys() - weights.keys()
+        if missing:  # set_state_dict would say nothing
+            raise KeyError(*missing)
         set_state_dict(*pair, model_state_dict=weights, optim_state_dict=moments, options=WHOLE)
 
 
@@ -984,7 +991,7 @@ def save_checkpoint(run_dir, iteration, state):
 
 def save_model(run_dir, policy, tokenizer):
     """Write model/, which is complete or absent. The last checkpoint has the whole weights."""
-    weights = torch.load(run_dir / "checkpoint.pt", weights_only=True)["policy"]
+    weights = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)["policy"]
     for name in policy.all_tied_weights_keys:
         del weights[name]  # from_pretrained ties it again
     with replacing(run_dir / "model") as folder:

@@ -6,17 +6,20 @@
 """REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its answer.
 
 Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262v9, section 4.2.4. The estimator is reinforce_pp_baseline.py's with a mask m:
+Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
+beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce_pp_baseline.py:
 
-    loss = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
-    m_t  = 1 if pi_old sampled the token o_t, 0 if the tool wrote it
+    A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks    (Eq. 11, 12)
+    rho_t = pi_theta(o_t) / pi_old(o_t)
+    k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
+    loss  = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
+    m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
 
-When a response so far ends in a call, the tool's answer is appended, and sampling continues. The policy
+As soon as a response ends in a call, the tool's answer is appended, and sampling continues. The policy
 attends to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only. The
-reward reads the answers too, and max_response_length limits sampled tokens plus answers. The calls of a
-sampling step run in threads, and all rows wait for them. The rest of the equations is in
-reinforce_pp_baseline.py; `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the tool. A toy (sums
-such as "4 8 + 7 1 5 ?", with a calculator; a minute, score 0.3 to 0.98), and a real model on 8 GPUs:
+reward reads the tool's answers too, and max_response_length limits both. The calls of a sampling step run in
+threads, and all rows wait for them. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the feature.
+Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
 
     python reinforce_pp_tools.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
@@ -53,7 +56,7 @@ import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
+import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.nn.functional import pad
@@ -93,7 +96,7 @@ class Args:
     model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts, scored by column `group`; the toy has some by default
+    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
@@ -101,9 +104,9 @@ class Args:
     max_response_length: int = 48  # tokens of a response and its answers; truncated without an EOS by then
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
-    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function: response so far -> answer or None
-    call_end: str = "="  # the tool is called after each token that contains this text, and after EOS
-    max_calls: int = 4  # calls that are answered in a response at most
+    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to an answer
+    call_end: str = "="  # the tool is called after each token that contains this text, and after an EOS
+    max_calls: int = 4  # most calls answered in one response
     # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -114,7 +117,7 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank, except in sampling: memory only
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
     learning_rate: float = 2e-4  # peak learning rate of AdamW
     warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
@@ -127,7 +130,7 @@ class Args:
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
-    # From here to `estimator: end` stands what makes the method. The rest is the same in the sibling scripts.
+    # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
@@ -210,14 +213,14 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)  # of bfloat16; float64 stays, for tests
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 becomes float32; float64 stays
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
 def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
-    Returns seven tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
+    Returns the first seven tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
     is what was sampled from, so its log-probs are taken here; a forward pass later would differ a bit.
     model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
@@ -303,12 +306,12 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
 
 
 def token_logprobs(model, batch, temperature):
-    """Log-probs (B, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
+    """Log-probs (b, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
     T = batch["response_mask"].shape[1]
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
-    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (B, T, V)
-    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (B, T, 1)
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
+    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
     logprobs = log_distribution(logits, temperature).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
 
@@ -342,7 +345,7 @@ def rollout_logprobs(args, model, rollout):
 
 
 def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows of the dataset for an iteration. An epoch shuffles, and drops an incomplete batch."""
+    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     shuffled = torch.randperm(len(dataset), generator=generator)
@@ -427,9 +430,9 @@ def main(args):
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # with --kl_coef 0 nothing uses it
+        else:  # with --kl_coef 0 any would do: their weight is 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
-        # Some methods put it in the reward; for others it is a metric.
+        # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
 
         # 6. Advantages
@@ -714,15 +717,16 @@ def load_tool(name, call_end, tokenizer):
     functions = runpy.run_path(file)
     check(function in functions, f"--tool {name}: {file} has no {function!r}; use file.py:function")
     ids = sorted(tokenizer.get_vocab().values())
-    texts = tokenizer.batch_decode([[token_id] for token_id in ids])  # a vocabulary writes spaces as Ġ
+    # Decoded, because a vocabulary may write a space as Ġ
+    texts = tokenizer.batch_decode([[token_id] for token_id in ids])
     end_ids = [token_id for token_id, text in zip(ids, texts) if call_end in text]
     check(end_ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
     return functions[function], end_ids
 
 
 def call_tool(tool, tokenizer, responses):
-    """The token ids of the tool's answer to each response so far; none if it does not end in a call."""
-    texts = tokenizer.batch_decode(responses)
+    """The token ids of the tool's answer to each response so far: none if it gave None or no text."""
+    texts = [tokenizer.decode(ids) for ids in responses]  # batch_decode would make one text of no response
     try:
         with ThreadPoolExecutor() as threads:
             answers = list(threads.map(tool, texts))  # in the order of the responses
@@ -842,11 +846,10 @@ def describe(tokenizer, rows, rollout, samples_per_prompt=1):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score of greedy responses for each value of the column `group`, over all ranks; samples."""
+    """The mean score of greedy responses, over all ranks, for each value of `group`; and three samples."""
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
-    # Four times the rows of a rollout: on a GPU, decoding them takes little longer.
-    size = 4 * args.batch_size // WORLD_SIZE
+    size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)

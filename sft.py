@@ -42,7 +42,7 @@ import filelock  # comes with torch
 import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: later, it would keep the process group alive
+import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence

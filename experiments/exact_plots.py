@@ -92,9 +92,8 @@ def name_with_setting(row: dict) -> str:
 
 def weights() -> None:
     """Print the weights at some pass rates, relative to 0.5."""
-    rows = [
-        row for row in find(load("exact_weights"), critic_error=None) if 4 not in (row["k"], row["groups"])
-    ]
+    rows = find(load("exact_weights"), critic_error=None)
+    rows = [row for row in rows if 4 not in (row["k"], row["groups"])]
     rows = [row for row in rows if row["script"] != "rloo" or (row["k"] == 8 and row["lengths"] == [1, 1])]
     shown = [P.index(p) for p in (0.01, 0.1, 0.9, 0.99)]
     lines = [[name_with_setting(row), *(f"{relative(row)[i]:.2f}" for i in shown)] for row in rows]
@@ -224,9 +223,8 @@ def draw_noise():
         if script in ("rloo", "maxrl", "raft"):
             b.plot(P, [two_answers(script, p) for p in P], color=color)
     a.plot(P, responses(find(rows, critic_error=0.3)[0]), color=GREY, label="a baseline off by 0.3")
-    a.set(
-        title="Gradients of equal norm", ylabel="responses for signal = noise", yscale="log", ylim=(0.01, 1e4)
-    )
+    a.set(title="Gradients of equal norm", ylabel="responses for signal = noise")
+    a.set(yscale="log", ylim=(0.01, 1e4))
     b.set(title="A softmax over two answers")
     figure.supxlabel("pass rate p", fontsize=10)
     a.legend(loc="lower center", frameon=False, ncols=2)

@@ -26,21 +26,19 @@ DEMO = {"kl_coef": 0.3}  # of `make real`: large enough to keep the answers to p
 SCRIPTS = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "raft", "reinforce"]
 SCRIPTS += ["reinforce_pp", "reinforce_pp_baseline", "remax", "rloo"]  # of the table; the others were not run
 ALL = {"dtype": "bfloat16", "kl_coef": 0.001}  # of the table of all scripts
-SHORT_FLOAT32 = {"kl_coef": 0.001, "num_iterations": 12}
+LORA = {"kl_coef": 0.001, "num_iterations": 12}  # of the table of grpo_lora.py
 
 RUNS = [(script, 1, ALL) for script in SCRIPTS]
 RUNS += [("rloo", seed, ALL) for seed in (2, 3)]
 RUNS += [("rloo", 1, {"kl_coef": beta}) for beta in (0.001, 0.1, 0.3)]
-LORA_RUNS = [("grpo", 1, SHORT_FLOAT32 | {"learning_rate": 1e-5})]
-LORA_RUNS += [("grpo_lora", 1, SHORT_FLOAT32 | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)]
+RUNS += [("grpo", 1, LORA | {"learning_rate": 1e-5})]
+RUNS += [("grpo_lora", 1, LORA | {"learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)]
 CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in RUNS]
-LORA_CELLS = [dict(zip(("script", "seed", "flags"), run)) for run in LORA_RUNS]
 
 
 @dataclass
 class Args:
     demo: bool = False  # run rloo.py once, and print its accuracy and its responses before and after
-    lora: bool = False  # train and print only the runs of docs/scripts/grpo_lora.md, half an hour
 
 
 def all_flags(script: str, seed: int, flags: dict) -> dict:
@@ -123,13 +121,13 @@ def summary() -> None:
 
 def plain_questions() -> None:
     """Print a line for each KL coefficient of rloo.py in float32."""
-    print_lines([run for run in load("real") if "dtype" not in run["flags"]], label)
+    print_lines([run for run in load("real") if [*run["flags"]] == ["kl_coef"]], label)
 
 
 def lora() -> None:
     """Print a line for grpo.py, and for each learning rate of grpo_lora.py."""
-    rate = "learning_rate"
-    print_lines(load("real_lora"), lambda run: f"`{run['script']}.py --{rate} {run['flags'][rate]:g}`")
+    runs = [run for run in load("real") if "learning_rate" in run["flags"]]
+    print_lines(runs, lambda run: f"`{run['script']}.py --learning_rate {run['flags']['learning_rate']:g}`")
 
 
 def draw() -> None:
@@ -143,9 +141,6 @@ def draw() -> None:
 def main(args: Args) -> None:
     if args.demo:
         demo()
-    elif args.lora:
-        common.run_all("real_lora", LORA_CELLS, measure)
-        lora()
     else:
         common.run_all("real", CELLS, measure)
         draw()

@@ -128,11 +128,10 @@ def summary(*workloads: str) -> None:
             runs, first = groups[workload, system], groups[workload, COMPARED[workload][0]]
             speed, each = tokens_per_second(runs), [tokens_per_second([run]) for run in runs]
             digits = 0 if speed >= 100 else 1
-            text = f"{speed:.{digits}f}"
-            if len(runs) > 1:
-                text += f" ({min(each):.{digits}f}-{max(each):.{digits}f})"
+            between = f" ({min(each):.{digits}f}-{max(each):.{digits}f})" if len(runs) > 1 else ""
+            ratio = f"{speed / tokens_per_second(first):.2f}"
             gib = f"{max(run['peak_gib'] for run in runs):.2f}"
-            lines.append([workload, system, text, f"{speed / tokens_per_second(first):.2f}", gib])
+            lines.append([workload, system, f"{speed:.{digits}f}{between}", ratio, gib])
     table(["workload", "system", "tokens/s", "relative to the first", "peak, GiB"], lines, rows)
 
 

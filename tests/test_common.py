@@ -5,7 +5,6 @@ from itertools import product
 import common
 import memory_table as memory
 import pytest
-import real
 from conftest import ROOT
 
 
@@ -58,11 +57,6 @@ def test_a_flag_that_the_script_does_not_have_is_an_error():
     assert words == ["--learning_rate", "1e-5", "--track"]
     with pytest.raises(ValueError, match=r"dr_grpo\.py has no flag --kl_coef, --learning_rat;"):
         common.flags_of("dr_grpo", {"kl_coef": 0.1, "seed": 1, "learning_rat": 1e-5})
-
-
-@pytest.mark.parametrize("cell", [*real.CELLS, *real.LORA_CELLS], ids=common.label)
-def test_a_script_has_the_flags_that_real_gives_it(cell):
-    common.flags_of(cell["script"], real.all_flags(**cell))
 
 
 def test_the_arithmetic_of_memory_agrees_with_measured_peaks():

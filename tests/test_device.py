@@ -53,10 +53,8 @@ def all_reduce(x):
 EVALUATED = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
 PAIRS = {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"}
 STAGES = {"reward_model": PAIRS, "dpo": PAIRS, "sft": {"dataset": "demonstrations.jsonl", "eval_size": 8}}
-CASES = {
-    name: EVALUATED
-    for name in ("ppo", "distill", "sdpo", "flash_reinforce", "grpo_lora", "reinforce_pp_tools")
-}
+NAMES = ["ppo", "distill", "sdpo", "flash_reinforce", "grpo_lora", "reinforce_pp_tools"]
+CASES = dict.fromkeys(NAMES, EVALUATED)
 CASES |= {name: flags | {"batch_size": 8, "anneal_lr": False} for name, flags in STAGES.items()}
 CASES["grpo"] = EVALUATED | {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5}
 CASES["grpo bfloat16"] = EVALUATED | {"dtype": "bfloat16", "gradient_checkpointing": True}

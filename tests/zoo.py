@@ -138,9 +138,8 @@ FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
 
 def few(name: str, count: int, folder: Path) -> Path:
     """A file with the first rows of the toy's data for a script."""
-    return write_jsonl(
-        folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")[:count]
-    )
+    rows = read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")
+    return write_jsonl(folder / f"{name}.jsonl", rows[:count])
 
 
 def run_stage(script, **flags) -> None:
