@@ -3,7 +3,7 @@
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
 # variant of reinforce_pp_baseline.py
-"""REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its answer.
+"""REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its result.
 
 Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
 Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
@@ -15,22 +15,21 @@ beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce
     loss  = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
     m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
 
-As soon as a response ends in a call, the tool's answer is appended, and sampling continues. The policy
-attends to the answer, but N_tok, the KL, the entropy and response_length count sampled tokens only. The
-reward reads the tool's answers too, and max_response_length limits both. The calls of a sampling step run in
+As soon as a response ends in a call, the tool's result is appended, and sampling continues. The policy
+attends to the result, but N_tok, the KL, the entropy and response_length count sampled tokens only. The
+reward reads the tool's results too, and max_response_length limits both. The calls of a sampling step run in
 threads, and all rows wait for them. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the feature.
 Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
 
     python reinforce_pp_tools.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
-        --dataset prompts.jsonl --reward my_reward.py:score --tool my_tool.py:answer \
+        --dataset prompts.jsonl --reward my_reward.py:score --tool my_tool.py:run \
         --call_end '```' --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 \
         --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
 import copy
-import functools
 import json
 import math
 import os
@@ -44,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -75,7 +74,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   old_logprobs    (B, T)    log pi_old of each token, from the sampling loop
 #   entropy         (B, T)    of the distribution that the token was sampled from
 #   truncated       (B,)      True if the response does not end with an EOS
-#   num_calls       (B,)      how many calls the tool has answered
+#   num_calls       (B,)      how many calls got a result of the tool
 #   raw_scores      (B,)      what the reward gives
 #   scores          (B,)      the same after penalty, scale, z-score and clip
 #   ref_logprobs    (B, T)    log pi_ref of each token
@@ -101,12 +100,12 @@ class Args:
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 48  # tokens of a response and its answers; truncated without an EOS by then
+    max_response_length: int = 48  # tokens of a response and its results; truncated without an EOS by then
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
-    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to an answer
+    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to a result
     call_end: str = "="  # the tool is called after each token that contains this text, and after an EOS
-    max_calls: int = 4  # most calls answered in one response
+    max_calls: int = 4  # most calls with a result in one response
     # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -237,8 +236,8 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
-    # The ids of an answer wait here until their column comes; -1 where the policy samples.
-    answer_ids = torch.full((B, T), -1, device=device)
+    # The ids of a result wait here until their column comes; -1 where the policy samples.
+    tool_ids = torch.full((B, T), -1, device=device)
     num_calls = torch.zeros(B, dtype=torch.long, device=device)
     tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
     call_ends = torch.tensor([*end_ids, *eos.tolist()], device=device)  # tokens that may end a call
@@ -260,25 +259,25 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             logprobs = log_distribution(logits, args.temperature)  # (b, V)
             probs = logprobs.exp()
             tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
-            # A token of an answer takes the place of the sampled one.
-            answer_tokens = answer_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
-            tokens = torch.where(answer_tokens < 0, tokens, answer_tokens)
+            # A token of a result takes the place of the sampled one.
+            tool_tokens = tool_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
+            tokens = torch.where(tool_tokens < 0, tokens, tool_tokens)
             is_eos = torch.isin(tokens, eos).squeeze(1)  # (b,)
             sequences[active, P + t] = tokens.squeeze(1)
             attention_mask[active, P + t] = 1
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
             # Rows whose sampled token may end a call ask the tool.
-            may_call = (torch.isin(tokens, call_ends) & (answer_tokens < 0)).squeeze(1)  # (b,)
+            may_call = (torch.isin(tokens, call_ends) & (tool_tokens < 0)).squeeze(1)  # (b,)
             may_call &= num_calls[active] < args.max_calls
             callers = active[may_call]
-            answers = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
-            for row, ids in zip(callers.tolist(), answers):
+            results = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
+            for row, ids in zip(callers.tolist(), results):
                 ids = ids[: T - t - 1]  # what there is room for
-                answer_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
+                tool_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # An EOS does not end a response if the tool wrote it (column t) or answers it (column t + 1).
-            is_eos &= (answer_ids[active, t : t + 2] < 0).all(1)
+            # An EOS does not end a response if the tool wrote it (column t) or gave it a result (column t + 1).
+            is_eos &= (tool_ids[active, t : t + 2] < 0).all(1)
             truncated[active] = ~is_eos
 
             # Rows with an EOS leave the batch and the cache.
@@ -293,13 +292,13 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             position_ids = mask.sum(1, keepdim=True) - 1
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
 
-    is_answer = answer_ids >= 0  # (B, T): attended to, but not learned
+    from_tool = tool_ids >= 0  # (B, T): attended to, but not learned
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
-        "response_mask": attention_mask[:, P:].bool() & ~is_answer,
-        "old_logprobs": old_logprobs.masked_fill(is_answer, 0.0),
-        "entropy": entropy.masked_fill(is_answer, 0.0),
+        "response_mask": attention_mask[:, P:].bool() & ~from_tool,
+        "old_logprobs": old_logprobs.masked_fill(from_tool, 0.0),
+        "entropy": entropy.masked_fill(from_tool, 0.0),
         "truncated": truncated,
         "num_calls": num_calls,
     }
@@ -483,7 +482,7 @@ def main(args):
             groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
             # The share of prompts whose responses all score the same, so that none is better than another
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
-        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # that the tool has answered
+        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # with a result of the tool
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -709,7 +708,7 @@ def load_eval_rows(args, policy, tokenizer):
     return load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer)
 
 
-@functools.cache  # each call of generate needs it
+@lru_cache  # each call of generate needs it
 def load_tool(name, call_end, tokenizer):
     """The function behind --tool, and the ids of the tokens that contain --call_end."""
     file, _, function = name.partition(":")
@@ -725,15 +724,15 @@ def load_tool(name, call_end, tokenizer):
 
 
 def call_tool(tool, tokenizer, responses):
-    """The token ids of the tool's answer to each response so far: none if it gave None or no text."""
+    """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
     texts = [tokenizer.decode(ids) for ids in responses]  # batch_decode would make one text of no response
     try:
         with ThreadPoolExecutor() as threads:
-            answers = list(threads.map(tool, texts))  # in the order of the responses
+            results = list(threads.map(tool, texts))  # in the order of the responses
     except SystemExit as error:  # which would end the run without a word
         raise RuntimeError("the tool called sys.exit") from error
-    answers = ["" if answer is None else str(answer) for answer in answers]
-    return [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
+    texts = ["" if result is None else str(result) for result in results]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def load_reward(args, flag, device):
@@ -820,7 +819,7 @@ def reward_model(args, flag, device):
 def decode(tokenizer, rollout, skip_special_tokens):
     """The texts of the responses."""
     T = rollout["response_mask"].shape[1]
-    mask = rollout["attention_mask"][:, -T:].bool()  # the answers of the tool, too
+    mask = rollout["attention_mask"][:, -T:].bool()  # the tool's results, too
     responses = rollout["sequences"][:, -mask.shape[1] :]
     without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
     return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)

@@ -1,8 +1,8 @@
-"""reinforce_pp_tools.py on its toy: with the calculator, without it, and with its answers in the loss.
+"""reinforce_pp_tools.py on its toy: with the calculator, without it, and with its results in the loss.
 
     python experiments/tool_use.py        train and print the table: 3 minutes on two cores
 
-The last is a copy of the script to which patches/answers_in_loss.patch is applied.
+The last is a copy of the script to which patches/results_in_loss.patch is applied.
 """
 
 import tyro
@@ -10,7 +10,7 @@ from common import curve, group_by, label, load, mean, run_all, show, table, tra
 
 CELLS = [
     {"script": "reinforce_pp_tools", "flags": flags, "patches": patches, "seed": seed}
-    for flags, patches in (({}, []), ({"max_calls": 0}, []), ({}, ["answers_in_loss"]))
+    for flags, patches in (({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"]))
     for seed in (1, 2, 3)
 ]
 GROUPS = ("2 numbers", "3 numbers", "4 numbers")

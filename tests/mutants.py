@@ -75,7 +75,7 @@ MUTANTS = {
         ("ppo: no lambda", "ppo.compute_advantages", "args.gae_lambda * advantage", "advantage"),
         ("ppo: the smaller value error", "ppo.value_loss", "torch.max(", "torch.min("),
     ],
-    "test_tools.py": [("tools: answers are learned", "reinforce_pp_tools.generate", " & ~is_answer", "")],
+    "test_tools.py": [("tools: results are learned", "reinforce_pp_tools.generate", " & ~from_tool", "")],
     "test_lora.py": [
         ("lora: the adapter in the reference", "grpo_lora.main", "with policy.disable_adapter():", "if True:"),
     ],

@@ -1,4 +1,4 @@
-"""reinforce_pp_tools.py: sampling continues behind a tool's answers, and nothing is learned from them."""
+"""reinforce_pp_tools.py: sampling continues behind a tool's results, and nothing is learned from them."""
 
 import pytest
 import tokenizers
