@@ -80,7 +80,7 @@ class Args:
     micro_batch_size: int = 64  # pairs per forward pass on a rank: memory only
     beta: float = 0.1  # weight of the KL penalty; a smaller one lets the policy move farther from pi_ref
     learning_rate: float = 5e-5  # peak learning rate of AdamW
-    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -285,7 +285,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

@@ -10,12 +10,12 @@ grpo.py's, Zhihong Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3 and 4, w
 
     loss = 1/N_seq sum_i 1/T_i sum_t [beta k3_t - min(rho_t A_i, clip(rho_t, 1-eps, 1+eps) A_i)]
 
-Each of N ranks keeps 1/N of every tensor. In the passes for log-probs and updates, the weights of a layer are
-gathered when it runs and dropped after it. To sample, all weights are gathered once, in --dtype: ranks finish
-after different numbers of tokens, so a gather per layer would hang. So a rank must hold the whole model once,
-with 2 bytes per weight in bfloat16. Gradients are summed over the ranks, and their norm is that of the whole
-gradient, as in grpo.py. Each rank first loads both models into CPU memory, 8 bytes per weight. The checkpoint
-and model/ hold whole tensors. Left out: a sharded reward model, and mps, for which torch has no FSDP.
+Each of N ranks keeps 1/N of every weight, gradient and AdamW state. In the passes for log-probs and updates,
+the weights of a layer are gathered when it runs and dropped after it. To sample, all weights are gathered
+once, in --dtype: ranks finish after different numbers of tokens, so a gather per layer would hang. A rank
+must hold the whole model once, with 2 bytes per weight in bfloat16, in which all layers run, unlike in
+grpo.py. Each rank first loads both models into CPU memory, 8 bytes per weight. The checkpoint and model/ hold
+whole tensors. Left out: to split a reward model, and mps, for which torch has no FSDP.
 `diff grpo.py grpo_fsdp.py` shows FSDP. Train a toy (half a minute, score 0.3 to 0.98), or a model on 8 GPUs:
 
     python grpo_fsdp.py
@@ -88,19 +88,19 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: what is gathered and computed
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
+    eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
+    # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
     answer_marker: str = "answer"  # exact_answer compares the text after the last marker with column `answer`
@@ -110,9 +110,9 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 2e-4  # peak learning rate of AdamW
-    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -137,7 +137,7 @@ class Args:
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Without this shift, rounding could leave equal scores a bit off their mean; 1e-4 would magnify that.
+    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
@@ -155,7 +155,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
+    clip_losses = -torch.min(unclipped, clipped)  # (b, T), 0 on padding
     clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
 
     log_ref_ratio = batch["ref_logprobs"] - logprobs
@@ -537,7 +537,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

@@ -91,7 +91,7 @@ class Args:
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
+    eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
     # LoRA
     lora_rank: int = 16  # r: rows of A and columns of B
@@ -101,7 +101,7 @@ class Args:
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
+    # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
     answer_marker: str = "answer"  # exact_answer compares the text after the last marker with column `answer`
@@ -111,9 +111,9 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 1e-3  # peak learning rate of AdamW
-    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -138,7 +138,7 @@ class Args:
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Without this shift, rounding could leave equal scores a bit off their mean; 1e-4 would magnify that.
+    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
@@ -156,7 +156,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
+    clip_losses = -torch.min(unclipped, clipped)  # (b, T), 0 on padding
     clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
 
     log_ref_ratio = batch["ref_logprobs"] - logprobs
@@ -505,7 +505,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

@@ -9,16 +9,16 @@ Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with G
 Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
 beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce_pp_baseline.py:
 
-    A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks    (Eq. 11, 12)
+    A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks     (Eq. 11, 12)
     rho_t = pi_theta(o_t) / pi_old(o_t)
     k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
     loss  = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
     m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
 
-As soon as a response ends in a call, the tool's result is appended, and sampling continues. The policy
-attends to the result, but N_tok, the KL, the entropy and response_length count sampled tokens only. The
-reward reads the tool's results too, and max_response_length limits both. The calls of a sampling step run in
-threads, and all rows wait for them. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the feature.
+After a token that contains --call_end, and after an EOS, the tool gets the response so far. If it returns
+text, that is appended, and sampling continues. The policy and the reward read it, but N_tok, the KL, the
+entropy and response_length count sampled tokens only; max_response_length limits both. The calls of a step
+run in threads, and all rows wait. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the feature.
 Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
 
     python reinforce_pp_tools.py
@@ -95,18 +95,18 @@ class Args:
     model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
     dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts; column `group` splits their score; the toy has some
+    eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 48  # tokens of a response and its results; truncated without an EOS by then
+    max_response_length: int = 48  # most tokens of a response, results included; without an EOS, truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
     tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to a result
     call_end: str = "="  # the tool is called after each token that contains this text, and after an EOS
     max_calls: int = 4  # most calls with a result in one response
-    # Reward. A function gets the lists prompts=, completions=, truncated=, and other columns by their names
+    # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
     answer_marker: str = "answer"  # exact_answer compares the text after the last marker with column `answer`
@@ -116,9 +116,9 @@ class Args:
     reward_clip: float | None = None  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all); no result changes
+    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 2e-4  # peak learning rate of AdamW
-    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -216,6 +216,18 @@ def log_distribution(logits, temperature):
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
+def call_tool(tool, tokenizer, responses):
+    """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
+    texts = [tokenizer.decode(ids) for ids in responses]  # of no response, batch_decode makes one text
+    try:
+        with ThreadPoolExecutor() as threads:
+            results = list(threads.map(tool, texts))  # in the order of the responses
+    except SystemExit as error:  # which would end the run without a word
+        raise RuntimeError("the tool called sys.exit") from error
+    texts = ["" if result is None else str(result) for result in results]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
 def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
@@ -269,15 +281,16 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             entropy[active, t] = torch.special.entr(probs).sum(1)
             # Rows whose sampled token may end a call ask the tool.
             may_call = (torch.isin(tokens, call_ends) & (tool_tokens < 0)).squeeze(1)  # (b,)
-            may_call &= num_calls[active] < args.max_calls
+            may_call &= (num_calls[active] < args.max_calls) & (t + 1 < T)
             callers = active[may_call]
             results = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
             for row, ids in zip(callers.tolist(), results):
                 ids = ids[: T - t - 1]  # what there is room for
                 tool_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
                 num_calls[row] += len(ids) > 0
-            # An EOS does not end a response if the tool wrote it (column t) or gave it a result (column t + 1).
-            is_eos &= (tool_ids[active, t : t + 2] < 0).all(1)
+            # An EOS that the tool wrote (column t) or gave a result (column t + 1) does not end a response.
+            has_result = (tool_ids[active, t : t + 2] >= 0).any(1)
+            is_eos &= ~has_result
             truncated[active] = ~is_eos
 
             # Rows with an EOS leave the batch and the cache.
@@ -320,7 +333,8 @@ def micro_batches(rollout, indices, size):
 
     The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
     """
-    lengths = rollout["response_mask"][indices].sum(1)
+    T = rollout["response_mask"].shape[1]
+    lengths = rollout["attention_mask"][indices, -T:].sum(1)  # with the tool's results
     for part in indices[lengths.argsort(stable=True)].split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
@@ -521,7 +535,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
@@ -721,18 +735,6 @@ def load_tool(name, call_end, tokenizer):
     end_ids = [token_id for token_id, text in zip(ids, texts) if call_end in text]
     check(end_ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
     return functions[function], end_ids
-
-
-def call_tool(tool, tokenizer, responses):
-    """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
-    texts = [tokenizer.decode(ids) for ids in responses]  # batch_decode would make one text of no response
-    try:
-        with ThreadPoolExecutor() as threads:
-            results = list(threads.map(tool, texts))  # in the order of the responses
-    except SystemExit as error:  # which would end the run without a word
-        raise RuntimeError("the tool called sys.exit") from error
-    texts = ["" if result is None else str(result) for result in results]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def load_reward(args, flag, device):

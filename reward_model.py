@@ -79,7 +79,7 @@ class Args:
     margin: float = 0.0  # by this the chosen score should be higher; a column `margin` gives it for each pair
     center_rewards_coefficient: float = 0.01  # weight of the term that keeps scores near 0
     learning_rate: float = 1e-3  # peak learning rate of AdamW
-    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -280,7 +280,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

@@ -72,7 +72,7 @@ class Args:
     batch_size: int = 128  # examples per optimizer step, over all ranks
     micro_batch_size: int = 128  # examples per forward pass on a rank: memory only
     learning_rate: float = 1e-3  # peak learning rate of AdamW
-    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over these
+    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
@@ -257,7 +257,7 @@ def check(condition, message):
     """If the condition is false, print the message as one line and exit with code 2."""
     if not condition:
         if RANK > 0:
-            time.sleep(30)  # rank 0 prints and exits first; torchrun then stops the others
+            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
         print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
