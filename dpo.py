@@ -358,7 +358,10 @@ def load_model(args, flag, auto_class, device):
     transformers.utils.logging.disable_progress_bar()
     name = getattr(args, flag)
     where = f"--{flag} {name}"
-    with explain(where, "use a folder or a hub id; for toy/, start the script in the repository"):
+    is_hub_id = name.count("/") <= 1 and not name.startswith(("toy/", "."))
+    remedy = "there is no such folder; for toy/, start the script in the repository"
+    check(is_hub_id or Path(name).is_dir(), f"{where}: {remedy}")
+    with explain(where, "use a folder or a hub id"):
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
@@ -451,7 +454,7 @@ def load_rows(args, flag, name, split, policy, tokenizer, min_rows=1):
         check(max(ids) < num_embeddings, f"{message}; use its tokenizer")
     kept = [row for row in rows if row["chosen_text"] != row["rejected_text"]]
     summary = f"{len(kept)} of {len(rows)} pairs differ in their first --max_length {args.max_length} tokens"
-    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more")
+    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more, or lower --batch_size")
     say(f"{flag}: {summary}")
     longest = max(row["length"] for row in kept)
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf

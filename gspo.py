@@ -577,7 +577,10 @@ def load_model(args, flag, auto_class, device):
     transformers.utils.logging.disable_progress_bar()
     name = getattr(args, flag)
     where = f"--{flag} {name}"
-    with explain(where, "use a folder or a hub id; for toy/, start the script in the repository"):
+    is_hub_id = name.count("/") <= 1 and not name.startswith(("toy/", "."))
+    remedy = "there is no such folder; for toy/, start the script in the repository"
+    check(is_hub_id or Path(name).is_dir(), f"{where}: {remedy}")
+    with explain(where, "use a folder or a hub id"):
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
@@ -657,7 +660,7 @@ def load_rows(args, flag, name, split, policy, tokenizer, min_rows=1):
     longest = args.max_prompt_length
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= longest]
     summary = f"{len(kept)} of {len(rows)} prompts have 1 to --max_prompt_length {longest} tokens"
-    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more")
+    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more, or lower --batch_size")
     say(f"{flag}: {summary}")
     needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -699,7 +702,8 @@ def load_reward(args, flag, device):
         with explain(where, "return a number, or a list of numbers, for each completion"):
             scores = torch.tensor(scores, dtype=torch.float32)
         is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
-        check(is_valid, f"{where}: did not return {count} finite scores, one for each completion; fix it")
+        wanted = f"{count} finite scores, one for each completion"
+        check(is_valid, f"{where}: did not return {wanted}, but {str(scores)[:40]}; fix it")
         return scores.tolist()
 
     return reward
@@ -891,11 +895,12 @@ def log(args, run_dir, iteration, metrics, samples):
 
         wandb.log({"iteration": iteration} | metrics)
     if samples or metrics.get("seconds", 0) > 10:
-        shown = ["score", "kl", "response_length", "tokens_per_second"]
+        shown = ["score", "kl", "equal_groups", "response_length", "tokens_per_second"]
         texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
         say(f"iteration {iteration:4d}   " + "   ".join(texts))
     for sample in samples:
-        say(f"    {sample['score']:5.2f}  {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
+        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        say(f"    {sample['score']:5.2f}  {prompt[-80:]!r} -> {sample['response']!r}")
 
 
 def save_checkpoint(run_dir, iteration, state):

@@ -352,7 +352,10 @@ def load_model(args, device):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     where = f"--model {args.model}"
-    with explain(where, "use a folder or a hub id; for toy/, start the script in the repository"):
+    is_hub_id = args.model.count("/") <= 1 and not args.model.startswith(("toy/", "."))
+    remedy = "there is no such folder; for toy/, start the script in the repository"
+    check(is_hub_id or Path(args.model).is_dir(), f"{where}: {remedy}")
+    with explain(where, "use a folder or a hub id"):
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         auto_class = transformers.AutoModelForSequenceClassification
@@ -462,7 +465,7 @@ def load_rows(args, flag, name, split, model, tokenizer, min_rows=1):
         check(is_known, f"{message}; use its tokenizer")
     kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
     summary = f"{len(kept)} of {len(rows)} pairs differ in their first --max_length {args.max_length} tokens"
-    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more")
+    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more, or lower --batch_size")
     say(f"{flag}: {summary}")
     longest = max(row["length"] for row in kept)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -601,7 +604,8 @@ def log(args, run_dir, iteration, metrics, samples):
         texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
         say(f"iteration {iteration:4d}   " + "   ".join(texts))
     for sample in samples:
-        say(f"    {sample['score']:5.2f}  {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
+        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        say(f"    {sample['score']:5.2f}  {prompt[-80:]!r} -> {sample['response']!r}")
 
 
 def save_checkpoint(run_dir, iteration, state):

@@ -330,7 +330,10 @@ def load_model(args, flag, auto_class, device):
     transformers.utils.logging.disable_progress_bar()
     name = getattr(args, flag)
     where = f"--{flag} {name}"
-    with explain(where, "use a folder or a hub id; for toy/, start the script in the repository"):
+    is_hub_id = name.count("/") <= 1 and not name.startswith(("toy/", "."))
+    remedy = "there is no such folder; for toy/, start the script in the repository"
+    check(is_hub_id or Path(name).is_dir(), f"{where}: {remedy}")
+    with explain(where, "use a folder or a hub id"):
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
