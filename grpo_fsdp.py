@@ -155,7 +155,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T), 0 on padding
+    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
     clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
 
     log_ref_ratio = batch["ref_logprobs"] - logprobs
