@@ -17,7 +17,7 @@ N_tok counts the response tokens of one optimizer step over all ranks; in the pa
 grpo.py drops the gradient of a token whose ratio has moved far, often a rare token at a turn of thought; here
 only its weight stops growing. The paper has no lower bound (eps_low = 1) and gives no number for eps_high;
 0.28 is that of dapo.py. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
     python cispo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 cispo.py --model Qwen/Qwen2.5-1.5B-Instruct \

@@ -120,7 +120,7 @@ WHY = {
     "no zero_grad": "Each step adds the gradients of all steps before it.",
     "eos masked": "The EOS gets no gradient, but responses already end well.",
     "sampling without temperature": "The samples are not of the policy that is trained.",
-    "old log-probs of the reference": "A token ε away from the reference is clipped for good.",
+    "old log-probs of the reference": "A token ε away from the reference gets no push further away.",
     "reference log-probs of other rows": "The KL term pulls a token to another's probability.",
     "groups along the wrong axis": "Each response gets the advantage of another.",
 }

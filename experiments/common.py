@@ -70,7 +70,8 @@ def versions(*more: str) -> list[str]:
 def code_hash(script: str, patches: Iterable[str] = (), part: str = "code") -> str:
     """A hash of the code that decides a script's numbers, and of the patches that a run applies to it."""
     parts = [code_of((ROOT / f"{script}.py").read_text(), part)]
-    parts += [(PATCHES / f"{patch}.patch").read_text() for patch in patches]
+    paths = [PATCHES / f"{patch}.patch" for patch in patches]
+    parts += [path.read_text() if path.exists() else "gone" for path in paths]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
