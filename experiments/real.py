@@ -116,7 +116,7 @@ def summary() -> None:
 
 def plain_questions() -> None:
     """Print a line for each KL coefficient of rloo.py in float32."""
-    print_lines([run for run in load("real") if [*run["flags"]] == ["kl_coef"]], label)
+    print_lines(runs_of({"kl_coef": 0.001}) + runs_of(DEMO), label)
 
 
 def lora() -> None:

@@ -117,9 +117,8 @@ def test_a_wrong_tool_is_refused_before_training(name, value, tmp_path, capsys):
 def test_answers_become_ids_without_a_bos():
     tokenizer = make_tokenizer(bos=True)
     assert script.call_tool(lambda text: None, tokenizer, [[9], [8]]) == [[], []]
-    assert (
-        script.call_tool(lambda text: 1 / 0, tokenizer, torch.zeros(0, 3)) == []
-    )  # nobody calls: not called
+    no_responses = torch.zeros(0, 3)
+    assert script.call_tool(lambda text: 1 / 0, tokenizer, no_responses) == []  # the tool is not called
     expected = [TOKENIZER("3")["input_ids"], TOKENIZER("2")["input_ids"]]
     assert script.call_tool(lambda text: int(text), tokenizer, [[9], [8]]) == expected  # numbers, in order
     with pytest.raises(KeyError):  # an exception ends the run, with the traceback of the tool
