@@ -498,12 +498,12 @@ def load_model(args, name, auto_class):
         name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
     )
     # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
-    found = f"a {model.config.architectures} without the weights {info['missing_keys']}"
+    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
     is_reward_model = "SequenceClassification" in found
     wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
     check(
         is_reward_model == wants_reward_model and not info["missing_keys"],
-        f"{name}: is {found}; use a policy as --model, a reward model as --reward",
+        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
     )
     check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
@@ -651,7 +651,9 @@ def open_run(args, state, dataset):
         if not args.anneal_lr:
             may_change.add("num_iterations")
         changed = [name for name in flags if flags[name] != old.get(name) and name not in may_change]
-        check(not changed, f"--run_dir {run_dir}: has a run with another {changed}; use a new folder")
+        check(
+            not changed, f"--run_dir {run_dir}: has a run with another {', '.join(changed)}; use a new folder"
+        )
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
 
