@@ -177,8 +177,9 @@ def eos_ids(model, tokenizer):
 
 def left_pad(id_lists, device):
     """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
-    tensors = [torch.tensor(ids) for ids in id_lists]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    padded = pad_sequence(
+        [torch.tensor(ids) for ids in id_lists], batch_first=True, padding_value=-1, padding_side="left"
+    ).to(device)
     return padded.clamp(min=0), (padded >= 0).long()
 
 
@@ -447,7 +448,7 @@ def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
         time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
-        print("error:", message, file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -651,23 +652,21 @@ def open_run(args, state, dataset):
         if not args.anneal_lr:
             may_change.add("num_iterations")
         changed = [name for name in flags if flags[name] != old.get(name) and name not in may_change]
-        check(
-            not changed, f"--run_dir {run_dir}: has a run with another {', '.join(changed)}; use a new folder"
-        )
+        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
-
     start = 0
-    if (run_dir / "checkpoint.pt").exists():
+    if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
-
+    check(
+        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
+        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
+    )
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
