@@ -45,7 +45,7 @@ def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_pa
         for ids, mask in zip(rollout["sequences"][:, :-T], rollout["attention_mask"][:, :-T]):
             assert tokenizer.decode(ids[mask == 1]).startswith("3 ")
         # Each response has its own score after the parts were joined.
-        texts = dapo.decode(tokenizer, rollout, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(dapo.response_ids(rollout), skip_special_tokens=True)
         assert rollout["scores"].tolist() == [len(text) % 3 for text in texts]
         # Before the last rollout there were fewer than 4.
         found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
