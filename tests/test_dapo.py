@@ -61,7 +61,7 @@ def test_no_prompt_is_in_a_batch_twice_and_a_batch_needs_a_rollout(run_dapo, fla
     write_jsonl(flags["dataset"], [{"prompt": f"1 + {i} ?"} for i in range(5)])
     calls = recorded(monkeypatch, dapo, "generate")
     _, (line,) = run_dapo(num_iterations=1, max_rollouts=30)
-    prompts = [tuple(ids) for args, _ in calls for ids in args[2]]
+    prompts = [tuple(ids) for args, _ in calls for ids in args[3]]
     assert len(prompts) == len(set(prompts)) == 5 and line["rollouts"] == 5 / 4
     said = refused(capsys, run, "dapo", **flags, max_rollouts=0, run_dir=flags["dataset"].parent / "other")
     assert "--max_rollouts 0: use 1 or more" in said
