@@ -68,7 +68,7 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
 
 def code(script: str, *functions: str) -> None:
     """Print functions of a script."""
-    source = (ROOT / f"{script}.py").read_text()
+    source = sync.paths()[script].read_text()
     bodies = [sync.function_of(source, name) for name in functions]
     print("\n```python\n" + "\n\n\n".join(bodies) + "\n```\n")
 
@@ -80,7 +80,7 @@ def rung(a: str, b: str, *functions: str) -> None:
         lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
         return [sum(line.startswith(sign) for line in lines) for sign in "-+"]
 
-    sources = [(ROOT / f"{name}.py").read_text() for name in (a, b)]
+    sources = [sync.paths()[name].read_text() for name in (a, b)]
     out, into = differ(*(sync.OWN.findall(source)[1] for source in sources))
     text = f"`make diff A={a} B={b}`: {out} lines removed and {into} added in the estimator block."
     _, inserted = differ(*(sync.skeleton(source) for source in sources))
@@ -97,7 +97,7 @@ def worked(flags: str) -> None:
 
 def command(name: str) -> list[str]:
     script, flags, _ = RUNS[name]
-    return ["python", f"{script}.py", *words_of(flags)]
+    return ["python", str(sync.paths()[script].relative_to(ROOT)), *words_of(flags)]
 
 
 def commands(*names: str) -> None:
@@ -107,11 +107,11 @@ def commands(*names: str) -> None:
 
 def edit(name: str) -> None:
     """Print the lines that the bug of a run changes, and the commands that plant it, run it and undo it."""
-    script, _, bug = RUNS[name]
+    _, _, bug = RUNS[name]
     before = BUGS[bug].path().read_text()
     lines = difflib.unified_diff(before.splitlines(), BUGS[bug].plant(before).splitlines(), n=0, lineterm="")
     print("\n```diff", *(line for line in [*lines][2:] if line[0] in "-+"), "```", sep="\n")
-    print_commands(["python", "tools/planted.py", bug], command(name), ["git", "restore", f"{script}.py"])
+    print_commands(["python", "tools/planted.py", bug], command(name), ["git", "restore", command(name)[1]])
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import shutil
 import socket
 import sys
 from itertools import count
@@ -11,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 import variant
-from common import apply
+from common import patched
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
 
@@ -87,9 +86,7 @@ def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
     """It is the run of one process that keeps old weights, as experiments/staleness.py does."""
-    shutil.copy(ROOT / "flash_reinforce.py", tmp_path)
-    apply(["delayed"], tmp_path)
-    (tmp_path / "flash_reinforce.py").rename(tmp_path / "delayed.py")
+    patched("flash_reinforce", ["delayed"], tmp_path).rename(tmp_path / "delayed.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("STALENESS", "2")
     run("delayed", **FLAGS, run_dir=tmp_path / "delayed")

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+import sync
+from sync import ROOT
+
 # fmt: off
 
 # The tests that notice them, and for each bug: its name, script.function, what is there once, what it becomes;
@@ -327,7 +329,11 @@ class Planted(NamedTuple):
         return source.replace(*pair)
 
     def path(self, folder: Path = ROOT) -> Path:
-        return folder / ("tests/references.py" if self.where == "references" else f"{self.script}.py")
+        return (
+            folder / "tests" / "references.py"
+            if self.where == "references"
+            else sync.paths(folder)[self.script]
+        )
 
     def plant_in(self, folder: Path) -> None:
         """Change the script in this folder."""
