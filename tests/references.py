@@ -20,14 +20,14 @@ OWN_TENSORS = {"values": lambda x: x, "teacher_logprobs": lambda x: -x.abs()}
 
 
 def make_rollout(seed: int, k: int) -> dict:
-    """k responses to each of 3 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
+    """k responses to each of 4 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
     torch.manual_seed(seed)
-    lengths = torch.randint(1, 10, (3 * k,))
+    lengths = torch.randint(1, 10, (4 * k,))
     lengths[:2] = 9
     mask = torch.arange(9) < lengths[:, None]
     mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
-    scores, greedy_scores = torch.randn(2, 3 * k, dtype=torch.float64)
-    old_logprobs, ref_logprobs, advantages = torch.randn(3, 3 * k, 9, dtype=torch.float64)
+    scores, greedy_scores = torch.randn(2, 4 * k, dtype=torch.float64)
+    old_logprobs, ref_logprobs, advantages = torch.randn(3, 4 * k, 9, dtype=torch.float64)
     tensors = {
         "old_logprobs": -old_logprobs.abs(),
         "ref_logprobs": -ref_logprobs.abs(),
@@ -35,7 +35,7 @@ def make_rollout(seed: int, k: int) -> dict:
     }
     tensors["kl"] = tensors["old_logprobs"] - tensors["ref_logprobs"]
     for name, function in OWN_TENSORS.items():
-        tensors[name] = function(torch.randn(3 * k, 9, dtype=torch.float64))
+        tensors[name] = function(torch.randn(4 * k, 9, dtype=torch.float64))
     tensors = {name: x * mask for name, x in tensors.items()}
     return {"response_mask": mask, "scores": scores, "greedy_scores": greedy_scores} | tensors
 

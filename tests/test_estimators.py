@@ -12,6 +12,7 @@ import references
 import torch
 from conftest import POLICY_SCRIPTS
 from explain import loss_and_push
+from planted import BUGS
 from references import FOR_0_AND_1, make_rollout
 
 MODULES = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
@@ -62,7 +63,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
     for seed in range(5):
-        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1)
+        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1, max_ratio=1.5)
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
@@ -87,7 +88,7 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 
 def test_value_loss_and_its_gradient_equal_the_loops():
     batch, args = make_rollout(0, k=8), MODULES["ppo"].Args(value_clip_eps=0.2)
-    noise, batch["returns"] = torch.randn(2, 24, 9, dtype=torch.float64) * batch["response_mask"]
+    noise, batch["returns"] = torch.randn(2, 32, 9, dtype=torch.float64) * batch["response_mask"]
     values = (batch["values"] + 0.3 * noise).requires_grad_()
     loss, _ = MODULES["ppo"].value_loss(args, batch, values, num_tokens=41)
     expected = references.ppo_value_loss(args, batch, values, 41)
@@ -118,14 +119,14 @@ def test_whitening_survives_float32():
         assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
 
 
-# Three groups of eight responses without holes
+# Four groups of eight responses without holes
 BASE = make_rollout(0, 8)
 BASE["response_mask"][:2] = True
-IS_FIRST = torch.arange(24) < 8
+INDEX = torch.arange(32)
 CHANGES = {
-    "level": {"scores": BASE["scores"] + 7.0 * IS_FIRST},  # of the group's scores
+    "level": {"scores": BASE["scores"] + 7.0 * (INDEX < 8)},  # of the group's scores
     "scale": {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")},  # of all scores
-    "batch": {"scores": BASE["scores"] + 7.0 * (torch.arange(24) == 9)},  # one score of another group
+    "batch": {"scores": BASE["scores"] + 7.0 * (INDEX == 9)},  # one score of another group
     "critic": {"values": 3 * BASE["values"]},
     "greedy": {"greedy_scores": 3 * BASE["greedy_scores"]},
     "kl": {"kl": -50 * BASE["kl"]},
@@ -165,6 +166,26 @@ def test_what_advantages_depend_on(name):
         if not torch.allclose(*pair, rtol=1e-3, atol=1e-3):
             found.append(what)
     assert found == DEPENDS_ON[name].split()
+
+
+IN_ESTIMATORS = [
+    bug for bug in BUGS.values() if bug.tests == "test_estimators.py" and bug.where != "references"
+]
+
+
+@pytest.mark.parametrize("bug", IN_ESTIMATORS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_noticed(bug, monkeypatch):
+    """By one of the tests above, as a difference and not as an exception of the script."""
+    has_std = divides_by_a_std(bug.script)
+    monkeypatch.setitem(MODULES, bug.script, bug.module())
+    with pytest.raises(AssertionError):
+        if bug.where == "ppo.value_loss":
+            test_value_loss_and_its_gradient_equal_the_loops()
+        else:
+            test_loss_gradient_and_clip_fraction_equal_the_loops(bug.script)
+            test_advantages_equal_the_loops_and_carry_no_gradient(bug.script, 0.3)
+        if has_std:
+            test_equal_scores_in_float32(bug.script)
 
 
 WEIGHTS = {"tis": lambda x: min(x, 2.0), "icepop": lambda x: x if 0.5 <= x <= 5.0 else 0.0}

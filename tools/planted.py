@@ -21,7 +21,7 @@ from sync import ROOT
 # The tests that notice them, and for each bug: its name, script.function, what is there once, what it becomes;
 # and what is in tests/references.py, one or several times, and becomes there. "references": in this file only.
 PLANTED = {
-    "test_estimators.py -k {script}]": [
+    "test_estimators.py": [
         # Advantages
         ("no baseline", "reinforce.compute_advantages", "(rewards - mean)", "rewards",
          "x - math.fsum(R) / len(R)", "x"),
@@ -118,7 +118,8 @@ PLANTED = {
          "(1) / lengths).sum() / num_sequences", "(1)).sum() / num_tokens",
          "/ token.length / num_sequences", "/ num_tokens"),
         ("token mean in grpo", "grpo.policy_loss", "clip_losses.sum(1) / lengths", "clip_losses.mean(1)"),
-        ("dr_grpo: divided by the length", "dr_grpo.policy_loss", "/ args.max_response_length", "/ mask.sum(1)"),
+        ("dr_grpo: divided by the length", "dr_grpo.policy_loss", ".sum() / args.max_response_length",
+         '.sum(1).div(batch["response_mask"].sum(1)).sum()'),
         ("mean over tokens, not L_max", "dr_grpo.policy_loss",
          "/ args.max_response_length / num_sequences", "/ num_tokens",
          "num_sequences * args.max_response_length", "num_tokens"),
@@ -193,11 +194,8 @@ PLANTED = {
         ("flash: the gate keeps the far ones", "flash_reinforce.policy_loss", "> args.delta", "<= args.delta"),
         ("flash: over the accepted", "flash_reinforce.policy_loss", "lengths).sum() / num_sequences",
          "lengths).sum() / (~rejected).sum()"),
-    ],
-    "test_estimators.py -k value_loss": [
         ("ppo: the smaller value error", "ppo.value_loss", "torch.max(", "torch.min("),
-    ],
-    "test_estimators.py -k equal_the_loops": [
+        # Only in the loops, since no script has one line for it
         ("the batch as one group", "references", "[values[i : i + k] for i in range(0, len(values), k)]", "[values]"),
         ("std over tokens", "references", "[x / std for x in centered]",
          "whitened([[x] * n for x, n in zip(centered, rollout['response_mask'].sum(1).tolist())])"),
@@ -346,9 +344,7 @@ class Planted(NamedTuple):
         return SimpleNamespace(**namespace)
 
 
-ROWS = [
-    (tests.format(script=row[1].partition(".")[0]), *row) for tests, rows in PLANTED.items() for row in rows
-]
+ROWS = [(tests, *row) for tests, rows in PLANTED.items() for row in rows]
 BUGS = {row[1]: Planted(*row) for row in ROWS}
 # Those whose numbers are in conformance/vectors.json
 IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where == "references"]

@@ -143,9 +143,9 @@ def random_rollout(seed: int) -> dict:
     rollout["response_mask"][:2] = True  # without holes
     rollout["new_logprobs"] = rollout["old_logprobs"] + (0.02, 0.4)[seed % 2] * rollout["values"]
     if seed % 4 == 3:
-        rollout["scores"] = torch.full((3 * k,), 0.5)
+        rollout["scores"] = torch.full((4 * k,), 0.5)
     rollout = {key: x.tolist() for key, x in rollout.items()}
-    sizes = {"num_sequences": 3 * k, "num_tokens": sum(map(sum, rollout["response_mask"]))}
+    sizes = {"num_sequences": 4 * k, "num_tokens": sum(map(sum, rollout["response_mask"]))}
     return (
         rollout | sizes | {"samples_per_prompt": k, "max_response_length": 12}
     )  # so that dapo's penalty acts
