@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-FOR_0_AND_1 = ["maxrl"]  # scripts that take no other scores
+FOR_0_AND_1 = {"maxrl"}  # scripts that take no other scores
 # The (B, T) tensors of only some methods, each from random numbers. A method with a new one adds a line.
-OWN_TENSORS = {"values": lambda x: x, "teacher_logprobs": lambda x: -x.abs()}
+EXTRA = {"values": lambda x: x, "teacher_logprobs": lambda x: -x.abs()}
 
 
 def make_rollout(seed: int, k: int) -> dict:
@@ -34,7 +34,7 @@ def make_rollout(seed: int, k: int) -> dict:
         "advantages": advantages,
     }
     tensors["kl"] = tensors["old_logprobs"] - tensors["ref_logprobs"]
-    for name, function in OWN_TENSORS.items():
+    for name, function in EXTRA.items():
         tensors[name] = function(torch.randn(4 * k, 9, dtype=torch.float64))
     tensors = {name: x * mask for name, x in tensors.items()}
     return {"response_mask": mask, "scores": scores, "greedy_scores": greedy_scores} | tensors

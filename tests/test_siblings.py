@@ -134,7 +134,7 @@ def test_a_variant_has_its_parents_estimator(name):
 
 
 def test_every_planted_bug_still_applies():
-    """It changes its script, into valid Python. mutants.py and test_estimators.py find out whether a test notices it."""
+    """It changes its script, into valid Python."""
     assert len(BUGS) == len(ROWS), "two bugs have the same name"
     for bug in BUGS.values():
         assert (ROOT / "tests" / bug.tests.split()[0]).exists(), f"there is no {bug.tests}"
