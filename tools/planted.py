@@ -216,7 +216,7 @@ PLANTED = {
         ("async: the first weights stay", "flash_reinforce_async.sample", "policy.load_state_dict(", "len("),
     ],
     "test_vllm.py -m vllm": [("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass")],
-    "test_ranks.py -k grpo": [
+    "test_ranks.py -k [grpo]": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),
         ("gradients are averaged", "grpo.optimizer_step", "= all_sum(", "= 1 / WORLD_SIZE * all_sum("),
         ("gradients stay on their rank", "grpo.optimizer_step", "all_sum(parameter.grad)", "parameter.grad"),
@@ -232,24 +232,28 @@ PLANTED = {
         ("a reference that moves", "grpo.main", "copy.deepcopy(policy)", "policy"),
         ("reference at temperature 1", "grpo.rollout_logprobs", "args.temperature", "1.0"),
     ],
-    "test_ranks.py -k reinforce": [
+    "test_ranks.py -k [reinforce]": [
         ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / ", "= WORLD_SIZE * rewards.sum() / "),
+    ],
+    "test_ranks.py -k [flash_reinforce]": [
         ("flash: mean of a rank", "flash_reinforce.compute_advantages",
          "= total(scores)", "= WORLD_SIZE * scores.sum()"),
+    ],
+    "test_ranks.py -k [reinforce_pp]": [
         ("tokens divided by ranks", "reinforce_pp.main", "[minibatch])", "[minibatch]) / WORLD_SIZE"),
     ],
-    "test_ranks.py -k gdpo": [
+    "test_ranks.py -k [gdpo]": [
         ("gdpo: std of a rank", "gdpo.compute_advantages",
          "total(sums.square()) / (", "sums.square().sum().item() / (1 / WORLD_SIZE * "),
     ],
-    "test_ranks.py -k ppo": [
+    "test_ranks.py -k [ppo]": [
         ("ppo: value loss of a micro-batch", "ppo.main",
          "values, num_tokens)", 'values, batch["response_mask"].sum())'),
     ],
-    "test_ranks.py -k remax": [
+    "test_ranks.py -k [remax]": [
         ("remax: the baseline is sampled", "remax.main", "args, greedy=True)", "args)"),
     ],
-    "test_ranks.py -k sft": [
+    "test_ranks.py -k [sft]": [
         ("sft: tokens of a micro-batch", "sft.main", "batch, num_tokens)", 'batch, batch["completion_mask"].sum())'),
     ],
     "test_dapo.py": [
