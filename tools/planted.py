@@ -7,7 +7,6 @@ that are planted in tests/references.py, too, have their numbers in conformance/
 """
 
 import importlib
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,6 @@ PLANTED = {
          "rewards.view(-1, args.samples_per_prompt)  # (prompts, k)\n    others = (groups.sum(1,",
          "rewards.view(args.samples_per_prompt, -1)  # (prompts, k)\n    others = (groups.sum(0,"),
         ("opo: over k", "opo.compute_advantages", "lengths.sum(1, keepdim=True)", "lengths.size(1)"),
-        ("opo: all lengths alike", "opo.compute_advantages", ".sum(1).view_as(groups)", ".any(1).view_as(groups)"),
         ("lengths not in the baseline", "opo.compute_advantages",
          "(lengths * groups).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)", "groups.mean(1, keepdim=True)",
          "math.fsum(t * r for t, r in zip(T, scores)) / sum(T)", "math.fsum(scores) / len(scores)"),
@@ -315,13 +313,10 @@ class Planted(NamedTuple):
         """The source with the bug. ValueError if there is not exactly one place for it."""
         if self.where == "references":
             return self.plant_in_references(source)
-        # A definition, with its decorators, ends before two empty lines.
-        name = self.where.partition(".")[2]
-        definition = rf"^((?:@.*\n)*(?:def|class) {name}\b(?s:.*?)\n)(?=\n\n|\Z)"
-        before, text, after = re.split(definition, source, flags=re.MULTILINE)
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name!r}: {self.where} has {text.count(self.old)} times {self.old!r}")
-        return before + text.replace(self.old, self.new) + after
+        function = sync.functions(source).get(self.where.partition(".")[2], "")
+        if function.count(self.old) != 1:
+            raise ValueError(f"{self.name!r}: {self.where} has {function.count(self.old)} times {self.old!r}")
+        return source.replace(function, function.replace(self.old, self.new))
 
     def plant_in_references(self, source: str) -> str:
         """The source of tests/references.py with the bug, wherever it fits. ValueError if it fits nowhere."""
@@ -331,11 +326,7 @@ class Planted(NamedTuple):
         return source.replace(*pair)
 
     def path(self, folder: Path = ROOT) -> Path:
-        return (
-            folder / "tests" / "references.py"
-            if self.where == "references"
-            else sync.paths(folder)[self.script]
-        )
+        return (sync.paths(folder) | {"references": folder / "tests" / "references.py"})[self.script]
 
     def plant_in(self, folder: Path) -> None:
         """Change the script in this folder."""
