@@ -8,14 +8,13 @@ policy can give. A script that joins the repository gets its curves without an e
 
 import math
 import runpy
-import shutil
 import tempfile
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
 import torch
-from common import POLICY_SCRIPTS, ROOT, apply, run_all
+from common import POLICY_SCRIPTS, copy, run_all
 
 LEFT_OUT = {"distill", "sdpo", "gdpo"}  # no scores, advantages from a teacher, several scores for a response
 SCRIPTS = [script for script in POLICY_SCRIPTS if script not in LEFT_OUT]
@@ -29,9 +28,7 @@ float64 = {"dtype": torch.float64}
 def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
     """What a copy of the script with these patches defines."""
     with tempfile.TemporaryDirectory() as folder:
-        file = shutil.copy(ROOT / f"{script}.py", folder)
-        apply(patches, folder)
-        return SimpleNamespace(**runpy.run_path(file))
+        return SimpleNamespace(**runpy.run_path(str(copy(script, folder, patches))))
 
 
 def make_args(script: str, patches=(), **values):
@@ -415,7 +412,7 @@ def measure_reuse(run_dir, script, patches, flags, delay) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = partial(run_all, workers=1, part="estimator")
+    run = partial(run_all, workers=1)
     run("exact_weights", weight_cells(), measure_weight)
     lengths = [{"script": script} for script in SCRIPTS if script not in OTHER_LENGTHS_MATTER]
     run("exact_length", [cell | {"can_tell": x} for x in (True, False) for cell in lengths], measure_length)
