@@ -154,9 +154,9 @@ def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **en
     return read_jsonl(run_dir / "metrics.jsonl")
 
 
-def curve(metrics: list[dict], key: str, digits: int = 4) -> list[float]:
-    """The values of a metric over the iterations that have it."""
-    return [round(line[key], digits) for line in metrics if key in line]
+def curve(metrics: list[dict], key: str, digits: int = 5) -> list[float]:
+    """The values of a metric over the iterations that have it, to this many significant digits."""
+    return [float(f"{line[key]:.{digits}g}") for line in metrics if key in line]
 
 
 def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -> None:
@@ -222,13 +222,12 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def show(values: list[float], digits: int = 2) -> str:
+def show(values: list[float]) -> str:
     """Mean, and with several values the lowest and the highest."""
-    text = f"{mean(values):.{digits}f}"
-    if len(values) == 1:
-        return text
+    if len(values) < 2:
+        return "".join(f"{value:.2f}" for value in values)
     between = " to " if min(values) < 0 else "-"
-    return f"{text} ({min(values):.{digits}f}{between}{max(values):.{digits}f})"
+    return f"{mean(values):.2f} ({min(values):.2f}{between}{max(values):.2f})"
 
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:
