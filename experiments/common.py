@@ -31,15 +31,9 @@ RESULTS = ROOT / "experiments" / "results"
 PATCHES = ROOT / "experiments" / "patches"
 sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy")]
 
-from sync import policy_scripts  # noqa: E402
+import sync  # noqa: E402
 
-POLICY_SCRIPTS = tuple(policy_scripts())
-
-
-def path(script: str) -> Path:
-    """Where a script lies: in the top folder, methods/ or variants/."""
-    folders = (ROOT, ROOT / "methods", ROOT / "variants")
-    return next(folder / f"{script}.py" for folder in folders if (folder / f"{script}.py").exists())
+POLICY_SCRIPTS = tuple(sync.policy_scripts())
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -110,7 +104,7 @@ def print_stale() -> None:
 @cache
 def defaults(script: str) -> dict[str, str]:
     """The flags of a script with their defaults, as its class Args has them. Does not import the script."""
-    tree = ast.parse(path(script).read_text())
+    tree = ast.parse(sync.paths()[script].read_text())
     [args] = [node for node in tree.body if getattr(node, "name", "") == "Args"]
     fields = [line for line in args.body if isinstance(line, ast.AnnAssign)]
     flags = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
@@ -128,16 +122,17 @@ def words_of(flags: dict) -> list[str]:
     return words
 
 
-def copy(script: str, folder: str | Path, patches: Iterable[str] = ()) -> Path:
-    """A copy of a script, in a folder as that of the original, with these patches."""
-    file = Path(folder) / path(script).relative_to(ROOT)
-    file.parent.mkdir(exist_ok=True)
-    shutil.copy(path(script), file)
-    # Git would skip the files if it took the folder for a part of a repository.
+def patched(script: str, patches: Iterable[str], folder: str | Path) -> Path:
+    """A copy of a script in this folder, in methods/ or variants/ if it is there, with these patches."""
+    path = sync.paths()[script]
+    copy = Path(folder, path.relative_to(ROOT))
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(path, copy)
+    # Git would skip the file if it took the folder for a part of a repository.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
     for patch in patches:
         subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, env=env, check=True)
-    return file
+    return copy
 
 
 def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **env: str) -> list[dict]:
@@ -145,9 +140,9 @@ def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **en
 
     change is a function that gets the folder of the copy and edits it; env are environment variables.
     """
-    file = copy(script, run_dir.parent, patches)
+    file = patched(script, patches, run_dir.parent)
     if change:
-        change(file.parent)
+        change(run_dir.parent)
     command = [sys.executable, file, *words_of(flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)

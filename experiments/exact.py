@@ -14,7 +14,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import torch
-from common import POLICY_SCRIPTS, copy, run_all
+from common import POLICY_SCRIPTS, patched, run_all
 
 LEFT_OUT = {"distill", "sdpo", "gdpo"}  # no scores, advantages from a teacher, several scores for a response
 SCRIPTS = [script for script in POLICY_SCRIPTS if script not in LEFT_OUT]
@@ -28,7 +28,7 @@ float64 = {"dtype": torch.float64}
 def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
     """What a copy of the script with these patches defines."""
     with tempfile.TemporaryDirectory() as folder:
-        return SimpleNamespace(**runpy.run_path(str(copy(script, folder, patches))))
+        return SimpleNamespace(**runpy.run_path(patched(script, patches, folder)))
 
 
 def make_args(script: str, patches=(), **values):

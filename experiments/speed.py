@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import ROOT, curve, group_by, load, path, run_all, table, words_of
+from common import ROOT, curve, group_by, load, run_all, table, words_of
 from make_toy import make_tokenizer, write_jsonl
 
 TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "num_iterations": 16}
@@ -34,7 +34,7 @@ FLAGS |= {
 }  # lengths hardly change
 COMMANDS = {
     "TRL": [ROOT / "experiments" / ".trl" / "bin" / "python", ROOT / "experiments" / "speed_trl.py"],
-    "grpo.py": [sys.executable, path("grpo")],
+    "grpo.py": [sys.executable, ROOT / "grpo.py"],
 }
 # The peak of a process begins with that of the process which starts it, so a small one does.
 WATCH = (
