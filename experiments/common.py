@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -77,7 +77,8 @@ def print_provenance(rows: list[dict]) -> None:
     print(textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
-def has_changed(script: str, patches: Iterable[str], commit: str) -> bool:
+@cache
+def has_changed(commit: str, script: str, *patches: str) -> bool:
     """Whether a script or a patch has changed since a commit. A move alone is no change."""
     files = [f":(glob)**/{script}.py", *(f"experiments/patches/{patch}.patch" for patch in patches)]
     command = ["git", "diff", "--numstat", "--find-renames", commit.removesuffix("-dirty"), "--", *files]
@@ -86,16 +87,13 @@ def has_changed(script: str, patches: Iterable[str], commit: str) -> bool:
 
 
 def print_stale() -> None:
-    """Print the rows whose script has changed since, by file and commit."""
+    """Print how many rows of which scripts, by file and commit, were made by other code than today's."""
     for file in sorted(RESULTS.glob("*.jsonl")):
-        for (commit,), rows in group_by(load(file.stem), "commit").items():
-            made = Counter((row["script"], *row.get("patches", [])) for row in rows if "script" in row)
-            stale = {
-                names: count for names, count in made.items() if has_changed(names[0], names[1:], commit)
-            }
-            if stale:
-                names = ", ".join(dict.fromkeys(script for script, *_ in stale))
-                print(f"{file.name}, {commit}: {sum(stale.values())} rows of {names}")
+        rows = [row for row in load(file.stem) if "script" in row]
+        rows = [row for row in rows if has_changed(row["commit"], row["script"], *row.get("patches", []))]
+        for (commit,), part in group_by(rows, "commit").items():
+            names = dict.fromkeys(row["script"] for row in part)
+            print(f"{file.name}, {commit}: {len(part)} rows of {', '.join(names)}")
 
 
 # --- running a script ---
@@ -211,10 +209,6 @@ def plot_rows(run: dict, *keys: str) -> list[dict]:
         for row, value in zip(rows, run[key]):
             row[key] = value
     return rows
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def show(values: list[float]) -> str:

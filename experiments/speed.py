@@ -45,18 +45,13 @@ WATCH += "print('peak', usage[2].ru_maxrss); sys.exit(usage[1] != 0)"
 
 def make_tail(folder: Path) -> None:
     """A model that ends a response with the same probability at every token, and prompts of 8 to 32 tokens."""
-    vocab_size, generator = 4096, torch.Generator().manual_seed(1)
-    make_tokenizer(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(vocab_size - 3))]).save_pretrained(
-        folder
-    )
-    rows = []
-    for _ in range(512):
-        length = int(torch.randint(8, 33, (1,), generator=generator))
-        numbers = torch.randint(0, vocab_size - 3, (length,), generator=generator).tolist()
-        rows.append({"prompt": " ".join(f"w{i}" for i in numbers), "answer": "w1"})
-    write_jsonl(folder / "prompts.jsonl", rows)
-
     torch.manual_seed(0)
+    vocab_size = 4096
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(vocab_size - 3))]
+    make_tokenizer(words).save_pretrained(folder)
+    prompts = [torch.randint(3, vocab_size, (length,)) for length in torch.randint(8, 33, (512,)).tolist()]
+    rows = [{"prompt": " ".join(words[i] for i in prompt), "answer": "w1"} for prompt in prompts]
+    write_jsonl(folder / "prompts.jsonl", rows)
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
     sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 512}
     config = transformers.LlamaConfig(**sizes, eos_token_id=1, pad_token_id=0, bos_token_id=None)
