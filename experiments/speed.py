@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import transformers
 from common import ROOT, curve, group_by, load, run_all, table, words_of
-from make_toy import make_tokenizer, write_jsonl
 
 TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "num_iterations": 16}
 TOY |= {"model": ROOT / "toy" / "policy", "dataset": ROOT / "toy" / "train.jsonl"}
@@ -45,6 +44,8 @@ WATCH += "print('peak', usage[2].ru_maxrss); sys.exit(usage[1] != 0)"
 
 def make_tail(folder: Path) -> None:
     """A model that ends a response with the same probability at every token, and prompts of 8 to 32 tokens."""
+    from make_toy import make_tokenizer, write_jsonl
+
     torch.manual_seed(0)
     vocab_size = 4096
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(vocab_size - 3))]
