@@ -409,7 +409,7 @@ def measure_reuse(run_dir, script, patches, flags, delay) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = partial(run_all, workers=1, part="estimator")
+    run = partial(run_all, workers=1)
     run("exact_weights", weight_cells(), measure_weight)
     lengths = [{"script": script} for script in SCRIPTS if script not in OTHER_LENGTHS_MATTER]
     run("exact_length", [cell | {"can_tell": x} for x in (True, False) for cell in lengths], measure_length)

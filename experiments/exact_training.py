@@ -164,4 +164,4 @@ if __name__ == "__main__":
     for setting, arms in ARMS.items():
         for optimizer in ("adam", "sgd") if setting in ("mixed", "flipped") else ("adam",):
             cells += [{"setting": setting, "optimizer": optimizer} | arm for arm in arms]
-    run_all("exact_training", cells, measure, workers=1, part="estimator")
+    run_all("exact_training", cells, measure, workers=1)
