@@ -253,6 +253,7 @@ def draw() -> None:
 def main() -> None:
     run_all("bugs", cells_of(), measure)
     draw()
+    summary()
 
 
 if __name__ == "__main__":
