@@ -54,7 +54,7 @@ def parent(bug: str) -> tuple[str, dict]:
     return PLANTED[bug].script, {} if FLAGS[bug] in (SMALL, DROPOUT) else FLAGS[bug]
 
 
-def measure(run_dir: Path, bug: str, change: list[str], script: str, flags: dict, seed: int) -> dict:
+def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dict:
     folder = run_dir.parent
     if flags == DROPOUT:
         shutil.copytree(ROOT / "toy" / "policy", folder / "dropout")
@@ -83,8 +83,7 @@ def cells_of() -> list[dict]:
     runs += [("", script, {}, seed) for seed in SEEDS for script in POLICY_SCRIPTS]
     cells = []
     for bug, script, flags, seed in runs:
-        change = [PLANTED[bug].old, PLANTED[bug].new] if bug else []
-        cell = {"bug": bug, "change": change, "script": script, "flags": flags, "seed": seed}
+        cell = {"bug": bug, "script": script, "flags": flags, "seed": seed}
         if cell not in cells:
             cells.append(cell)
     return cells

@@ -205,15 +205,21 @@ PLANTED = {
         ("no clip", "references", "return (1 + high) * advantage, True", "return ratio * advantage, True"),
         ("clip for either sign of A", "references", "if advantage > 0 and ratio > 1 + high", "if ratio > 1 + high"),
     ],
-    "test_tools.py": [("tools: results are learned", "reinforce_pp_tools.generate", " & ~from_tool", "")],
+    "test_tools.py": [
+        ("tools: results are learned", "reinforce_pp_tools.generate", " & ~from_tool", ""),
+    ],
     "test_lora.py": [
         ("lora: the adapter in the reference", "grpo_lora.main", "with policy.disable_adapter():", "if True:"),
     ],
-    "test_fsdp.py": [("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))")],
+    "test_fsdp.py": [
+        ("fsdp: a mean", "grpo_fsdp.shard", "divide_factor(1.0)", "divide_factor(float(WORLD_SIZE))"),
+    ],
     "test_async.py": [
         ("async: the first weights stay", "flash_reinforce_async.sample", "policy.load_state_dict(", "len("),
     ],
-    "test_vllm.py -m vllm": [("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass")],
+    "test_vllm.py -m vllm": [
+        ("vllm: the first weights stay", "grpo_vllm.generate", "sync_weights(model)", "pass"),
+    ],
     "test_ranks.py -k [grpo]": [
         ("responses of a micro-batch", "grpo.main", "logprobs, num_sequences,", "logprobs, len(logprobs),"),
         ("gradients are averaged", "grpo.optimizer_step", "= all_sum(", "= 1 / WORLD_SIZE * all_sum("),
@@ -257,7 +263,9 @@ PLANTED = {
     "test_dapo.py": [
         ("dapo: no dynamic sampling", "dapo.dynamic_sampling", "is_full = is_useful", "is_full = True or is_useful"),
     ],
-    "test_sdpo.py": [("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", "")],
+    "test_sdpo.py": [
+        ("sdpo: a response demonstrates to itself", "sdpo.teach", " and j != i", ""),
+    ],
     "test_rollout.py": [
         ("eos masked", "grpo.generate", ":].bool()", ":].bool() & ~torch.isin(sequences[:, P:], eos)"),
         ("one eos id of several", "grpo.eos_ids", ", *ids}", "}"),
@@ -285,13 +293,21 @@ PLANTED = {
         ("resume without optimizer", "grpo.main", ', "optimizer": optimizer', ""),
         ("a folder without a run is taken", "grpo.find_run", '<= {"lock"}', "is not None"),
     ],
-    "test_bad_input.py": [("ranks that differ", "grpo.check_ranks_agree", "not different", "True")],
-    "test_sft.py": [("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)")],
+    "test_bad_input.py": [
+        ("ranks that differ", "grpo.check_ranks_agree", "not different", "True"),
+    ],
+    "test_sft.py": [
+        ("sft: loss on the prompt", "sft.encode", "[False] * len(prompt_ids)", "[True] * len(prompt_ids)"),
+    ],
     "test_reward_model.py": [
         ("preference upside down", "reward_model.preference_loss", "-(chosen_scores", "(chosen_scores"),
     ],
-    "test_dpo.py": [("dpo: no reference", "dpo.dpo_loss", " - ref_chosen_logprobs", "")],
-    "test_toy.py -k grpo": [("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()")],
+    "test_dpo.py": [
+        ("dpo: no reference", "dpo.dpo_loss", " - ref_chosen_logprobs", ""),
+    ],
+    "test_toy.py -k grpo": [
+        ("it learns the wrong way", "grpo.main", "loss.backward()", "(-loss).backward()"),
+    ],
 }
 # fmt: on
 
