@@ -1,6 +1,7 @@
 """The docs: commands parse, links lead somewhere, the recipe for own data runs."""
 
 import importlib
+import math
 import re
 import shlex
 import shutil
@@ -52,8 +53,8 @@ def test_a_command_parses(path, words, monkeypatch):
     assert script.exists() or name in ("my_data.py", "runs/mine.py")  # made by the reader
     if script in SCRIPTS:
         module = importlib.import_module(script.stem)
-        ranks = [int(n) for option, n in zip(words, words[1:]) if option in ("--nnodes", "--nproc-per-node")]
-        monkeypatch.setattr(module, "WORLD_SIZE", ranks[0] * ranks[-1] if len(ranks) == 2 else sum(ranks) or 1)
+        ranks = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", " ".join(words))
+        monkeypatch.setattr(module, "WORLD_SIZE", math.prod(map(int, ranks)))
         module.check_args(tyro.cli(module.Args, args=words[words.index(name) + 1 :], use_underscores=True))
 
 
