@@ -88,8 +88,8 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     shutil.copy(ROOT / "grpo.py", tmp_path)
     (check,) = re.findall(r"^ {4}python -c (.*)", section, re.MULTILINE)
     assert launch("-c", *shlex.split(check), cwd=tmp_path).stdout == "[1.0, 0.0]\n"
-    _, make_data, evaluate, train = commands_in(section)[:4]
-    train[train.index("--num_iterations") + 1] = "2"
+    _, make_data, evaluate = commands_in(section)[:3]
+    train = " ".join(evaluate).replace("--num_iterations 0", "--num_iterations 2").split()
     _, *said = [launch(*words[1:], cwd=tmp_path) for words in (make_data, evaluate, train)]
     expected = re.search(r"```\n(dataset: .+)\n", section)[1]
     assert all(expected in result.stdout and result.stderr == "" for result in said)
