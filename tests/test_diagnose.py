@@ -1,8 +1,9 @@
-"""tools/diagnose.py: each rule on a run that only it should notice, and none on a healthy one."""
+"""tools/diagnose.py: each rule on a run that only it should notice, and none on a healthy one. tools/plot.py."""
 
 import json
 
 import diagnose
+import plot
 import pytest
 from conftest import ROOT, read_jsonl, write_jsonl
 
@@ -77,3 +78,13 @@ def test_the_command_prints_a_line_for_each_finding(tmp_path, capsys):
         diagnose.main(tmp_path)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
+
+
+def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):
+    runs = []
+    for seed, kl_coef, score in ((1, 0.1, 2.0), (2, 0.1, 4.0), (1, 0.5, 7.0)):
+        flags = {"exp_name": "grpo", "seed": seed, "kl_coef": kl_coef}
+        runs.append((flags, [{"iteration": i, "score": score * i} for i in range(3)]))
+    figure = plot.draw(plot.group_runs(runs), tmp_path / "plot.png")
+    assert [x.get_text() for x in figure.legends[0].texts] == ["grpo kl_coef 0.1", "grpo kl_coef 0.5"]
+    assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [[0, 3, 6], [0, 7, 14]]
