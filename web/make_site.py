@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import sync
+
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / "web"
 WORK, SITE = ROOT / ".site", ROOT / "site"
@@ -28,7 +30,7 @@ EQUATIONS = re.compile(r'<h2 id="equations">.*?</h2>(.*?)(?=<h2|</article>)', re
 
 def hunks(a: str, b: str) -> list[list[int]]:
     """What `diff a.py b.py` reports, as [first, end) of the lines of a and of b, counted from 0."""
-    command = ["diff", f"{a}.py", f"{b}.py"]
+    command = ["diff", sync.paths()[a], sync.paths()[b]]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = []
     for a_first, a_last, kind, b_first, b_last in HUNK.findall(output):
@@ -88,7 +90,7 @@ def relink(text: str, path: Path, todo: list[Path]) -> str:
 
 def write_pages(matrix: str) -> None:
     """The home page, docs/ and what they link to."""
-    todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*.py"))]
+    todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sync.paths().values()]
     for path in todo:  # relink appends to it
         target = page_of(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ def write_data(names: list[str], differences: dict[str, list]) -> None:
     """What compare.html and playground.html show, as a script: a page that is opened from disk may not fetch."""
     scripts = {}
     for name in names:
-        source = (ROOT / f"{name}.py").read_text()
+        source = sync.paths()[name].read_text()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         page = f"scripts/{name}.html"
         equations = EQUATIONS.search((WORK / "html" / page).read_text())[1]

@@ -8,6 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import sync
 from adapters import ours
 from conftest import ROOT
 from make_vectors import make_rollout
@@ -17,7 +18,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs i
 playwright.expect.set_options(timeout=30_000)
 pytestmark = pytest.mark.web
 SITE = ROOT / "site"
-NAMES = sorted(path.stem for path in ROOT.glob("*.py"))
+NAMES = sorted(sync.paths())
 # A port to JavaScript is optional.
 PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
 
@@ -54,7 +55,9 @@ def visit(browser):
 
 def diff(a, b):
     """The lines that `diff` takes out of a, and those that it puts into b."""
-    output = subprocess.run(["diff", f"{a}.py", f"{b}.py"], cwd=ROOT, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        ["diff", sync.paths()[a], sync.paths()[b]], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     gone = [line[2:] for line in output.splitlines() if line.startswith("< ")]
     new = [line[2:] for line in output.splitlines() if line.startswith("> ")]
     return gone, new
@@ -76,7 +79,7 @@ def test_two_scripts_show_exactly_the_lines_of_diff(visit):
     assert page.inner_text("#count") == f"{len(gone + new)} lines differ"
     page.keyboard.press("o")
     for side, name in (("a", "sft"), ("b", "grpo")):
-        source = (ROOT / f"{name}.py").read_text().splitlines()
+        source = sync.paths()[name].read_text().splitlines()
         assert_lines(page, f".cm-merge-{side} .cm-line", source)
     page.locator("#b").select_option("ppo")
     page.wait_for_url("**/compare.html#sft..ppo")
@@ -112,7 +115,7 @@ def test_every_port_has_a_card_with_the_code_of_its_script(visit):
     assert sorted(names) == sorted(PORTS)
     for name in names:
         card(page, name).locator(".code").click()
-        source = (ROOT / f"{name}.py").read_text()
+        source = sync.paths()[name].read_text()
         for function in ("compute_advantages", "policy_loss"):
             text = re.search(rf"^def {function}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
             assert text in card(page, name).locator("pre").inner_text()
