@@ -5,15 +5,19 @@ demo: .venv/scripts
 	.venv/bin/python reinforce.py
 
 test: .venv/scripts .venv/group-test
-	.venv/bin/python tools/new.py
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	$(COG) --check $(PAGES)
 	.venv/bin/python -m pytest
 
+# make format: what make test asks for
+format: .venv/group-test
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
 # make tables: fill the tables and numbers of README.md and docs/ from experiments/results/.
 COG = .venv/bin/cog -P -I experiments -I tools
-PAGES = README.md docs/*.md docs/scripts/*.md
+PAGES = README.md docs/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
@@ -49,13 +53,9 @@ docs: .venv/group-docs web/node_modules
 test-docs: docs .venv/group-web .venv/scripts
 	.venv/bin/python -m pytest -m web tests/web
 
-# make new NAME=mine: copy grpo.py to mine.py. make test then lists what an algorithm needs besides.
-new:
-	$(PYTHON) tools/new.py $(or $(NAME),$(error give a name: make new NAME=mine))
-
-# make variant SCRIPT=rloo FEATURE=lora: write rloo_lora.py, which is rloo.py with the feature of grpo_lora.py.
+# make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, which is rloo.py with the feature of grpo_lora.py.
 variant:
-	$(PYTHON) tools/variant.py $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
+	$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
 
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
@@ -93,5 +93,5 @@ web/node_modules: web/package-lock.json
 	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-.PHONY: demo test tables vectors test-long test-vllm real test-real docs test-docs new variant sync diff
+.PHONY: demo test format tables vectors test-long test-vllm real test-real docs test-docs variant sync diff
 .PRECIOUS: .venv/group-%
