@@ -22,17 +22,13 @@ from zoo import STAGE_DATA, record
 VARIANTS = sync.variants()  # with their parents
 TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # one has nothing to shard, and cannot sample and train
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
-# The policy moves far, and each gradient is clipped. Micro-batches are uneven. In stages all rows are a step.
-COMMON = {"learning_rate": 4e-3, "warmup_iterations": 4, "max_grad_norm": 0.05, "batch_size": 16}
-COMMON |= {"micro_batch_size": 3, "eval_every": 1}
 
 
 def flags_of(name: str, folder) -> dict:
-    data = "tools" if name == "reinforce_pp_tools" else name if name in STAGE_DATA else "sums"
-    flags = COMMON | {"dataset": folder / f"{data}.jsonl"}
-    if name == "sft":
-        return flags | {"eval_size": 8}
-    flags |= {"eval_dataset": folder / f"{data}_heldout.jsonl"}
+    """The policy moves far, and each gradient is clipped. In stages an epoch is one step, else a rollout is two."""
+    flags = {"batch_size": 16, "micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
+    flags |= {"max_grad_norm": 0.05, "dataset": folder / f"{name}.jsonl", "eval_every": 1}
+    flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": folder / f"{name}_heldout.jsonl"}
     if name in STAGE_DATA:
         return flags
     rewards = "two_rewards" if name == "gdpo" else "right_or_wrong"
@@ -42,77 +38,72 @@ def flags_of(name: str, folder) -> dict:
     return flags | {"num_iterations": 2, "eval_every": 2}
 
 
+def write_data(name: str, folder) -> None:
+    if name in STAGE_DATA:
+        rows = enumerate(read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")[:33])
+        rows = [row | {"margin": i % 3 / 2} for i, row in rows]
+        train, held_out = rows[: 24 if name == "sft" else 16], rows[16:]
+    else:
+        toy = ROOT / "toy" / ("tools" if name == "reinforce_pp_tools" else "")
+        train, held_out = read_jsonl(toy / "train.jsonl")[:80], read_jsonl(toy / "heldout.jsonl")[::91]
+    write_jsonl(folder / f"{name}.jsonl", train)
+    write_jsonl(folder / f"{name}_heldout.jsonl", held_out)
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def runs(request, tmp_path_factory):
     """The folder, and what each rank saw of the scripts to test, in one launch. A stage runs for 1 and 2 epochs."""
-    folder = tmp_path_factory.mktemp("metrics")
-    for data, source in (("sums", ROOT / "toy"), ("tools", ROOT / "toy" / "tools")):
-        write_jsonl(folder / f"{data}.jsonl", read_jsonl(source / "train.jsonl")[:80])
-        write_jsonl(folder / f"{data}_heldout.jsonl", read_jsonl(source / "heldout.jsonl")[::91])
-    for name, data in STAGE_DATA.items():
-        rows = enumerate(read_jsonl(ROOT / "toy" / f"{data}.jsonl")[:33])
-        rows = [row | {"margin": i % 3 / 2} for i, row in rows]
-        write_jsonl(folder / f"{name}.jsonl", rows[: 24 if name == "sft" else 16])
-        write_jsonl(folder / f"{name}_heldout.jsonl", rows[16:])
+    folder, cases = tmp_path_factory.mktemp("metrics"), {}
     wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
-    cases = {}
     for name in sorted(wanted.difference(TWO_RANKS if request.param == 1 else ())):
-        case = {"script": name, "sample": name not in STAGE_DATA}
+        write_data(name, folder)
         for n in (1, 2) if name in STAGE_DATA else ("",):
             flags = (
                 flags_of(name, folder) | {"run_dir": folder / f"{name}{n}"} | ({"num_epochs": n} if n else {})
             )
-            cases[f"{name}{n}"] = case | {"flags": flags}
+            cases[f"{name}{n}"] = {"script": name, "sample": not n, "flags": flags}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in"))  # it has a vllm
         return folder, dict(zip(cases, record(folder, [*cases.values()], request.param)))
 
 
 def read_run(folder, seen: list[dict], unit: str):
-    """Each line of metrics.jsonl, how many tokens or pairs it counts, and its events on each rank and gradient norms.
+    """Each line of metrics.jsonl, how many tokens or pairs it counts, the events of each rank, the norms of gradients.
 
     Its times must lie between what happened inside of it and what happened around it.
     """
-    ranks = []
-    for rank in seen:
-        parts = [[]]
-        for event in rank["events"]:
-            parts[-1].append(event)
-            if event[0] == "log":
-                parts.append([])
-        ranks.append(parts[:-1])
-    norms = [float(x.double().norm()) for x in seen[0]["gradients"]]
-    before = 0.0
-    ranks = zip(*filter(None, ranks))  # a rank that only samples has no line
-    for line, events in zip(read_jsonl(folder / "metrics.jsonl"), ranks, strict=True):
-        steps = [when for kind, when, _ in events[0] if kind == "step"]
-        after, count = events[0][-1][1], 0.0
-        for key in line:
-            assert f"`{'/'.join(key.split('/')[:2])}" in PAGE or key == "iteration", key
+    ranks, norms, before = [], [float(x.double().norm()) for x in seen[0]["gradients"]], 0.0
+    for events in (rank["events"] for rank in seen):
+        ends = [i + 1 for i, event in enumerate(events) if event[0] == "log"]
+        if ends:  # else it only samples
+            ranks.append([events[start:end] for start, end in zip([0, *ends], ends)])
+    for line, *of_ranks in zip(read_jsonl(folder / "metrics.jsonl"), *ranks, strict=True):
+        assert all(f"`{'/'.join(key.split('/')[:2])}" in PAGE for key in line if key != "iteration")
+        steps, after, count = (
+            [event[1] for event in of_ranks[0] if event[0] == "step"],
+            of_ranks[0][-1][1],
+            0.0,
+        )
         if steps:
             seconds = line.pop("seconds")
-            assert steps[-1] - events[0][0][1] <= seconds <= after - before
+            assert steps[-1] - of_ranks[0][0][1] <= seconds <= after - before
             count = line.pop(f"{unit}_per_second") * seconds
-        for key in ("trainer_waited", "sampler_waited"):
-            assert 0 <= line.pop(key, 0.0) < after - before
-        yield line, count, events, [norms.pop(0) for _ in steps]
+        assert all(0 <= line.pop(f"{who}_waited", 0.0) < after - before for who in ("trainer", "sampler"))
+        yield line, count, of_ranks, [norms.pop(0) for _ in steps]
         before = after
     assert not norms
 
 
-def named(ranks, kind: str) -> list[dict]:
-    """The tensors of one kind of event on all ranks."""
-    return [tensors for events in ranks for name, _, tensors in events if name == kind]
-
-
 def steps_of(ranks, kind: str) -> list[list[dict]]:
-    """The same for each optimizer step."""
-    steps = []
+    """The tensors of one kind of event on all ranks, for each optimizer step; what comes after the last is one more."""
+    steps = {}
     for events in ranks:
-        ends = [i for i, event in enumerate(events) if event[0] == "step"]
-        parts = [named([events[start:end]], kind) for start, end in zip([0, *ends], ends)]
-        steps.append(filter(None, parts))  # ppo.py has a second step, of its critic
-    return [list(chain(*parts)) for parts in zip(*steps, strict=True)]
+        step = 0
+        for name, _, tensors in events:
+            step += name == "step"
+            if name == kind:
+                steps.setdefault(step, []).append(tensors)
+    return [*steps.values()]
 
 
 def rows_of(key: str, rollouts: list[dict]) -> list[list[float]]:
@@ -136,24 +127,22 @@ def texts_of(tokenizer, rollouts: list[dict]) -> list[list[str]]:
     return texts
 
 
-def held_out_scores(args, tokenizer, ranks) -> dict[str, float]:
-    """Of the greedy responses after the last step."""
+def of_evaluation(args, tokenizer, ranks) -> dict[str, float]:
     scores, rows = {}, read_jsonl(args.eval_dataset)
-    for events in ranks:
-        start = max([i for i, event in enumerate(events) if event[0] == "step"], default=0)
-        for prompt, text in texts_of(tokenizer, named([events[start:]], "greedy")):
-            [group] = [row["group"] for row in rows if row["prompt"] == prompt]
-            scores.setdefault(f"eval/score/{group}", []).extend(driver.reward([text], [prompt]))
-    assert sum(map(len, scores.values())) in (0, len(rows))
+    for prompt, text in texts_of(tokenizer, chain(*steps_of(ranks, "greedy")[-1:])):
+        for row in rows:
+            if row["prompt"] == prompt:  # in remax.py there are others
+                scores.setdefault(f"eval/score/{row['group']}", []).extend(driver.reward([text], [prompt]))
     return {key: mean(its_scores) for key, its_scores in scores.items()}
 
 
 def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
-    rollouts = named(ranks, "compute_advantages")
-    sampled = named(ranks, "generate") if name == "dapo" else rollouts  # also what is not trained on
+    [rollouts] = steps_of(ranks, "compute_advantages")
+    sampled = (
+        chain(*steps_of(ranks, "generate")) if name == "dapo" else rollouts
+    )  # also what is not trained on
     prompts, texts = zip(*texts_of(tokenizer, sampled))
-    scores = driver.right_or_wrong(texts)
-    line = {}
+    scores, line = driver.right_or_wrong(texts), {}
     if name == "gdpo":
         parts = driver.two_rewards(texts, prompts)
         scores = [x + y for x, y in parts]
@@ -180,17 +169,16 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
 
 def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
     """Means over the optimizer steps. The losses of a step are those of references.py."""
-    method = VARIANTS.get(name, name)
+    method, steps, sums = VARIANTS.get(name, name), steps_of(ranks, "policy_loss"), Counter()
     loss_of, without_kl = getattr(references, f"{method}_loss"), copy.copy(args)
     without_kl.kl_coef = 0.0
-    steps, sums = steps_of(ranks, "policy_loss"), Counter()
     value_steps = steps_of(ranks, "value_loss") or [[]] * len(steps)
     for batches, value_batches in zip(steps, value_steps, strict=True):
         lengths = [len(row) for row in rows_of("logprobs", batches)]
         for batch in batches:
-            pair = batch, batch["logprobs"].double()
-            loss, share = loss_of(args, *pair, len(lengths), sum(lengths))
-            policy_loss, _ = loss_of(without_kl, *pair, len(lengths), sum(lengths))
+            new = batch["logprobs"].double()
+            loss, share = loss_of(args, batch, new, len(lengths), sum(lengths))
+            policy_loss, _ = loss_of(without_kl, batch, new, len(lengths), sum(lengths))
             sums["policy_loss"] += float(policy_loss)
             if method in ("grpo", "reinforce_pp_baseline"):
                 sums["kl_loss"] += float(loss - policy_loss)
@@ -201,11 +189,11 @@ def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
                 references.ppo_value_loss(args, batch, batch["new_values"], sum(lengths))
             )
     line = {key: x / len(steps) for key, x in sums.items()}
-    line["grad_norm"] = mean(norms[:: 2 if name == "ppo" else 1])
     if name == "ppo":
-        line["critic_grad_norm"] = mean(norms[1::2])
+        line["critic_grad_norm"], norms = mean(norms[1::2]), norms[::2]
     new, old = (chain(*rows_of(key, steps[0])) for key in ("logprobs", "old_logprobs"))
-    return line | {"logprob_difference": mean(abs(x - y) for x, y in zip(new, old, strict=True))}
+    line["logprob_difference"] = mean(abs(x - y) for x, y in zip(new, old, strict=True))
+    return line | {"grad_norm": mean(norms)}
 
 
 @pytest.mark.parametrize("name", [*POLICY_SCRIPTS, *VARIANTS])
@@ -216,7 +204,7 @@ def test_policy_scripts(runs, name):
     args = importlib.import_module(name).Args(**flags_of(name, folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     for i, (line, tokens, ranks, norms) in enumerate(read_run(folder / name, seen[name], "tokens")):
-        expected = {"iteration": i} | held_out_scores(args, tokenizer, ranks)
+        expected = {"iteration": i} | of_evaluation(args, tokenizer, ranks)
         assert len(expected) == (1 if i == 1 else 4)
         if i > 0:
             expected |= of_rollout(name, args, tokenizer, ranks) | of_steps(name, args, ranks, norms)
@@ -236,7 +224,7 @@ def logprob(model, prompt: list[int], response: list[int]) -> float:
 
 @torch.no_grad()
 def outputs(name: str, args, path, rows: list[dict]) -> list[list[float]]:
-    """What a model gives to each of a row's texts: a score, a reward, or minus the log-prob."""
+    """What a model gives to each of a row's texts: minus the log-prob, a reward, or a score."""
     auto = "SequenceClassification" if name == "reward_model" else "CausalLM"
     load = getattr(transformers, f"AutoModelFor{auto}").from_pretrained
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(path), load(path, dtype=torch.float64)
@@ -288,15 +276,15 @@ def test_stages(runs, name):
         of_step["loss"] += args.center_rewards_coefficient * mean((c + r) ** 2 for c, r in before)
         of_step["score_mean"] = mean(scores)
         of_step["score_std"] = mean((x - mean(scores)) ** 2 for x in scores) ** 0.5
-    unit, expected_count = ("tokens", num_tokens(rows)) if name == "sft" else ("pairs", 16)
+    unit, number = ("tokens", num_tokens(rows)) if name == "sft" else ("pairs", 16)
     _, *lines = read_run(folder / f"{name}2", seen[f"{name}2"], unit)
     for i, (line, count, _, norms) in enumerate(lines, 1):
-        if i == 1:  # only the model after this step is known
+        if i == 1:  # the model before this step is not known
             line |= of_step
         after = outputs(name, args, models[i - 1], held_out)
         expected = of_step | {f"eval/{key}": x for key, x in of_outputs(name, held_out, after).items()}
-        for row in held_out if name != "sft" else []:
-            right = [c > r for other, (c, r) in zip(held_out, after) if other["group"] == row["group"]]
-            expected[f"eval/accuracy/{row['group']}"] = mean(right)
+        for group in {row["group"] for row in held_out if "group" in row}:
+            right = [c > r for row, (c, r) in zip(held_out, after) if row["group"] == group]
+            expected[f"eval/accuracy/{group}"] = mean(right)
         expected |= {"iteration": i, "learning_rate": i / 4 * args.learning_rate, "grad_norm": norms[0]}
-        assert line == pytest.approx(expected, rel=1e-9) and count == pytest.approx(expected_count)
+        assert line == pytest.approx(expected, rel=1e-9) and count == pytest.approx(number)
