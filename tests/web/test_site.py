@@ -9,9 +9,10 @@ import subprocess
 import numpy as np
 import pytest
 import sync
-from adapters import ours
+import torch
 from conftest import ROOT
-from make_vectors import make_rollout
+from references import make_rollout
+from test_conformance import ours
 
 # make test collects the tests of the site, too, and has no playwright.
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs installs playwright")
@@ -136,11 +137,18 @@ def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
 
 
 def random_rollout(seed: int) -> dict:
-    """Six responses to one prompt, to two or to three; every fourth time with equal scores."""
-    rollout = make_rollout(str(seed), (2, 3, 6)[seed % 3], (0.05, 0.8)[seed % 2], 0.0, False, 1)
+    """Groups of two to four responses; every fourth time with equal scores."""
+    k = 2 + seed % 3
+    rollout = make_rollout(seed, k)
+    rollout["response_mask"][:2] = True  # without holes
+    rollout["new_logprobs"] = rollout["old_logprobs"] + (0.02, 0.4)[seed % 2] * rollout["values"]
     if seed % 4 == 3:
-        rollout["scores"] = [0.5] * 6
-    return rollout | {"max_response_length": 8}  # short, so that the penalty of dapo.py acts
+        rollout["scores"] = torch.full((4 * k,), 0.5)
+    rollout = {key: x.tolist() for key, x in rollout.items()}
+    sizes = {"num_sequences": 4 * k, "num_tokens": sum(map(sum, rollout["response_mask"]))}
+    return (
+        rollout | sizes | {"samples_per_prompt": k, "max_response_length": 12}
+    )  # so that dapo's penalty acts
 
 
 ROLLOUTS = {str(seed): random_rollout(seed) for seed in range(60)}
