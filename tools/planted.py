@@ -236,6 +236,14 @@ PLANTED = {
         ("a reference that moves", "grpo.main", "copy.deepcopy(policy)", "policy"),
         ("reference at temperature 1", "grpo.rollout_logprobs", "args.temperature", "1.0"),
     ],
+    "test_metrics.py -k rank-grpo]": [
+        ("entropy of a response", "grpo.main", '["entropy"]) / response_tokens', '["entropy"]) / args.batch_size'),
+        ("truncated is its complement", "grpo.main", 'total(rollout["truncated"])', '1 - total(rollout["truncated"])'),
+        ("grad_norm is a sum", "grpo.main", "float(sum(grad_norms)) / len(grad_norms)", "float(sum(grad_norms))"),
+        ("kl of a token", "grpo.main",
+         'total(rollout["kl"]) / args.batch_size', 'total(rollout["kl"]) / response_tokens'),
+        ("loss statistics are sums", "grpo.main", "total(value) / len(grad_norms)", "total(value)"),
+    ],
     "test_ranks.py -k [reinforce]": [
         ("mean of a rank", "reinforce.compute_advantages", "= total(rewards) / ", "= WORLD_SIZE * rewards.sum() / "),
     ],
