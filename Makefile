@@ -63,8 +63,7 @@ sync:
 
 # make diff A=grpo B=rloo: show how two scripts differ.
 diff:
-	@ls $(A).py $(B).py > /dev/null
-	@git diff --no-index -- $(A).py $(B).py || true
+	@$(PYTHON) tools/sync.py diff $(A) $(B)
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.

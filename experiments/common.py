@@ -29,8 +29,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PATCHES = ROOT / "experiments" / "patches"
-sys.path[:0] = [str(ROOT / name) for name in (".", "tools", "toy")]
+sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy")]
 
+import sync  # noqa: E402
 from sync import OWN, policy_scripts  # noqa: E402
 
 POLICY_SCRIPTS = tuple(policy_scripts())
@@ -69,7 +70,7 @@ def versions(*more: str) -> list[str]:
 
 def code_hash(script: str, patches: Iterable[str] = (), part: str = "code") -> str:
     """A hash of the code that decides a script's numbers, and of the patches that a run applies to it."""
-    parts = [code_of((ROOT / f"{script}.py").read_text(), part)]
+    parts = [code_of(sync.paths()[script].read_text(), part)]
     paths = [PATCHES / f"{patch}.patch" for patch in patches]
     parts += [path.read_text() if path.exists() else "gone" for path in paths]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
@@ -118,7 +119,7 @@ def print_provenance(rows: list[dict]) -> None:
 @cache
 def defaults(script: str) -> dict[str, str]:
     """The flags of a script with their defaults, as its class Args has them. Does not import the script."""
-    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    tree = ast.parse(sync.paths()[script].read_text())
     [args] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
     fields = [line for line in args.body if isinstance(line, ast.AnnAssign)]
     flags = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
@@ -144,11 +145,17 @@ def flags_of(script: str, flags: dict) -> list[str]:
     return words_of(flags)
 
 
-def apply(patches: Iterable[str], folder: str | Path) -> None:
-    """Change the scripts in this folder. Git would skip the files if it took the folder for a part of a repository."""
+def patched(script: str, patches: Iterable[str], folder: Path) -> Path:
+    """A copy of a script in this folder, in methods/ or variants/ if it is there, with these patches."""
+    path = sync.paths()[script]
+    copy = Path(folder, path.relative_to(ROOT))
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(path, copy)
+    # Git would skip the file if it took the folder for a part of a repository.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
     for patch in patches:
         subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, env=env, check=True)
+    return copy
 
 
 def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **env: str) -> list[dict]:
@@ -156,8 +163,7 @@ def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **en
 
     change is a function that gets the folder of the copy and edits it; env are environment variables.
     """
-    file = shutil.copy(ROOT / f"{script}.py", run_dir.parent)
-    apply(patches, run_dir.parent)
+    file = patched(script, patches, run_dir.parent)
     if change:
         change(run_dir.parent)
     command = [sys.executable, file, *flags_of(script, flags | {"run_dir": run_dir})]

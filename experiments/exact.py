@@ -8,14 +8,13 @@ policy can give. A script that joins the repository gets its curves without an e
 
 import math
 import runpy
-import shutil
 import tempfile
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
 import torch
-from common import POLICY_SCRIPTS, ROOT, apply, run_all
+from common import POLICY_SCRIPTS, patched, run_all
 
 LEFT_OUT = {"distill", "sdpo", "gdpo"}  # no scores, advantages from a teacher, several scores for a response
 SCRIPTS = [script for script in POLICY_SCRIPTS if script not in LEFT_OUT]
@@ -29,9 +28,7 @@ float64 = {"dtype": torch.float64}
 def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
     """What a copy of the script with these patches defines."""
     with tempfile.TemporaryDirectory() as folder:
-        file = shutil.copy(ROOT / f"{script}.py", folder)
-        apply(patches, folder)
-        return SimpleNamespace(**runpy.run_path(file))
+        return SimpleNamespace(**runpy.run_path(patched(script, patches, folder)))
 
 
 def make_args(script: str, patches=(), **values):

@@ -67,7 +67,7 @@ def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: i
 
 def code(script: str, *functions: str) -> None:
     """Print functions of a script."""
-    source = (ROOT / f"{script}.py").read_text()
+    source = sync.paths()[script].read_text()
     bodies = [sync.function_of(source, name) for name in functions]
     print("\n```python\n" + "\n\n\n".join(bodies) + "\n```\n")
 
@@ -79,7 +79,7 @@ def rung(a: str, b: str, *functions: str) -> None:
         lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
         return [sum(line.startswith(sign) for line in lines) for sign in "-+"]
 
-    sources = [(ROOT / f"{name}.py").read_text() for name in (a, b)]
+    sources = [sync.paths()[name].read_text() for name in (a, b)]
     out, into = differ(*(sync.OWN.findall(source)[1] for source in sources))
     text = f"`make diff A={a} B={b}`: {out} lines removed and {into} added in the estimator block."
     _, inserted = differ(*(sync.skeleton(source) for source in sources))
@@ -96,7 +96,7 @@ def worked(flags: str) -> None:
 
 def command(name: str) -> list[str]:
     script, flags, _ = RUNS[name]
-    return ["python", f"{script}.py", *words_of(flags)]
+    return ["python", str(sync.paths()[script].relative_to(ROOT)), *words_of(flags)]
 
 
 def commands(*names: str) -> None:
@@ -106,11 +106,11 @@ def commands(*names: str) -> None:
 
 def edit(name: str) -> None:
     """Print the lines that the patch of a run changes, and the commands that apply it, run it and undo it."""
-    script, _, [patch] = RUNS[name]
+    _, _, [patch] = RUNS[name]
     lines = (PATCHES / f"{patch}.patch").read_text().splitlines()
     print("\n```diff", *(line for line in lines if line[0] in "-+"), "```", sep="\n")
     apply = ["git", "apply", f"experiments/patches/{patch}.patch"]
-    print_commands(apply, command(name), ["git", "restore", f"{script}.py"])
+    print_commands(apply, command(name), ["git", "restore", command(name)[1]])
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import sync
 import torch
 import transformers
 import tyro
@@ -96,7 +97,7 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, **
     if system == "TRL":
         command = [environment("trl"), ROOT / "experiments" / "speed_trl.py", json.dumps(flags)]
     else:
-        command = [sys.executable, ROOT / f"{script}.py", *flags_of(script, flags)]
+        command = [sys.executable, sync.paths()[script], *flags_of(script, flags)]
     if ranks > 1:  # torchrun gives each a core
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     peak = run_child(command, run_dir)

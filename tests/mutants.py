@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import sync
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +172,7 @@ class Mutant(NamedTuple):
     def change(self, root: Path) -> None:
         """Change the script in this folder. ValueError if there is not exactly one place to change."""
         script, name = self.function.split(".")
-        path = root / f"{script}.py"
+        path = sync.paths(root)[script]
         # A definition, with its decorators, ends before two empty lines.
         definition = rf"^((?:@.*\n)*(?:def|class) {name}\b(?s:.*?)\n)(?=\n\n|\Z)"
         before, text, after = re.split(definition, path.read_text(), flags=re.MULTILINE)

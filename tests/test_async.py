@@ -3,16 +3,14 @@
 import importlib
 import multiprocessing
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from itertools import count
 
 import pytest
 import torch
 import variant
-from common import PATCHES
+from common import patched
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
 
@@ -88,9 +86,7 @@ def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
     """It is the run of one process that keeps old weights, as experiments/staleness.py does."""
-    shutil.copy(ROOT / "flash_reinforce.py", tmp_path)
-    subprocess.run(["git", "apply", PATCHES / "delayed.patch"], cwd=tmp_path, check=True)
-    (tmp_path / "flash_reinforce.py").rename(tmp_path / "delayed.py")
+    patched("flash_reinforce", ["delayed"], tmp_path).rename(tmp_path / "delayed.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("STALENESS", "2")
     run("delayed", **FLAGS, run_dir=tmp_path / "delayed")

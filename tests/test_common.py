@@ -5,44 +5,6 @@ from itertools import product
 import common
 import memory_table as memory
 import pytest
-from conftest import ROOT
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A copy of grpo.py and a patch, where common.py looks for them."""
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "PATCHES", tmp_path)
-    (tmp_path / "grpo.py").write_text((ROOT / "grpo.py").read_text())
-    (tmp_path / "mine.patch").write_text("-a\n+b\n")
-    return tmp_path
-
-
-def edit(path, old, new):
-    source = path.read_text()
-    assert old in source
-    path.write_text(source.replace(old, new, 1))
-
-
-@pytest.mark.parametrize(
-    "old, new, stale",
-    [
-        ("import torch\n", "import torch\nimport random\n", {"code"}),
-        ("shifted.mean(1", "shifted.amax(1", {"code", "estimator"}),
-        ("import torch\n", "# a comment\n\nimport torch  # another\n", set()),
-        ('    """', '    """Other words\n    on two lines. ', set()),
-        ('if __name__ == "__main__":', 'x = 1\n\nif __name__ == "__main__":', set()),
-    ],
-    ids=["code", "estimator", "comment", "docstring", "plumbing"],
-)
-def test_which_edits_make_a_row_stale(folder, capsys, old, new, stale):
-    """One of a run is stale if the code above the plumbing has changed, one of exact.py if the estimator has."""
-    rows = {part: {"script": "grpo"} | common.provenance("grpo", part=part) for part in ("code", "estimator")}
-    edit(folder / "grpo.py", old, new)
-    assert {part for part, row in rows.items() if common.is_stale(row)} == stale
-    common.print_provenance([*rows.values(), {"system": "trl"} | common.provenance()])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ("Stale, since the script has changed: `grpo.py`." in printed) == bool(stale)
 
 
 def test_an_edit_of_a_patch_makes_its_rows_stale(folder):

@@ -9,11 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import sync
 import tyro
 from conftest import ROOT, launch, read_jsonl
 from zoo import make_model, make_tokenizer, save
 
-SCRIPTS = sorted(ROOT.glob("*.py"))
+SCRIPTS = list(sync.paths().values())
 TOOLS = sorted([*ROOT.glob("data/*.py"), *ROOT.glob("experiments/*.py"), *ROOT.glob("tools/*.py")])
 MODULES = [*SCRIPTS, *TOOLS]
 FOLDERS = ".", "docs", "docs/scripts", "toy", "experiments", "conformance"

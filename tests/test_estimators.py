@@ -4,14 +4,13 @@ import dataclasses
 import importlib
 import re
 import runpy
-import shutil
-import subprocess
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import references
 import torch
+from common import patched
 from conftest import POLICY_SCRIPTS, ROOT, is_for_0_and_1
 
 MODULES = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
@@ -235,8 +234,7 @@ def test_a_patch_weighs_a_token_by_its_ratio_to_the_sampler(patch, part, tmp_pat
     if part == "KL":
         batch["advantages"] = 0 * batch["advantages"]
         weights, kl_coef = 1.0, 0.3
-    script = shutil.copy(ROOT / "grpo.py", tmp_path)
-    subprocess.run(["git", "apply", ROOT / f"experiments/patches/{patch}.patch"], cwd=tmp_path, check=True)
+    script = patched("grpo", [patch], tmp_path)
     gradients = []
     for grpo in (vars(MODULES["grpo"]), runpy.run_path(script)):
         logprobs = (batch["old_logprobs"] + 0.5 * batch["values"]).requires_grad_()

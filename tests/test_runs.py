@@ -10,6 +10,7 @@ import sys
 import filelock
 import pytest
 import resume
+import sync
 import torch
 import transformers
 from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
@@ -29,7 +30,7 @@ def flags(tmp_path):
 
 def start(script: str, ranks: int, kill: str, **flags) -> int:
     """Start a run in other processes, and kill it at this moment. Returns its exit code."""
-    program = ROOT / "tests" / "resume.py", kill, ROOT / f"{script}.py"
+    program = ROOT / "tests" / "resume.py", kill, sync.paths()[script]
     words = words_of(device="cpu", batch_size=16, **flags)
     return launch(*program, *words, ranks=ranks, check=False).returncode
 
@@ -89,7 +90,7 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path, capsys):
     run(script, run_dir=tmp_path, **FLAGS)
     names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "model", "samples.jsonl", f"{script}.py"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    assert (tmp_path / f"{script}.py").read_bytes() == (ROOT / f"{script}.py").read_bytes()
+    assert (tmp_path / f"{script}.py").read_bytes() == sync.paths()[script].read_bytes()
 
     auto = transformers.AutoModelForCausalLM
     start = auto.from_pretrained(ROOT / "toy" / "policy").state_dict()

@@ -13,7 +13,8 @@ from conftest import POLICY_SCRIPTS, ROOT
 from mutants import MUTANTS, Mutant
 
 VARIANTS = sync.variants()
-SCRIPTS = {name: (ROOT / f"{name}.py").read_text() for name in (*POLICY_SCRIPTS, *VARIANTS)}
+PATHS = sync.paths()
+SCRIPTS = {name: PATHS[name].read_text() for name in (*POLICY_SCRIPTS, *VARIANTS)}
 BLOCK = {"ppo": 105, "dapo": 90}  # lines of the estimator block; 50 in the others
 
 
@@ -39,12 +40,12 @@ def test_the_skeletons_are_the_same(name):
     assert not re.search(algorithms, sync.skeleton(SCRIPTS[name]), re.IGNORECASE)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_script_stands_alone(path):
     """It imports nothing from here, its inline metadata pins what requirements.txt pins, its lines fit a window."""
     source = path.read_text()
     imported = re.findall(r"^\s*(?:from|import) (\.|\w+)", source, re.MULTILINE)
-    assert "torch" in imported and not {".", *(path.stem for path in ROOT.iterdir())} & set(imported)
+    assert "torch" in imported and not {".", *PATHS, *(path.stem for path in ROOT.iterdir())} & set(imported)
     metadata = re.search(r"\A# /// script\n(.*?)^# ///$", source, re.MULTILINE | re.DOTALL)[1]
     pins = dict(re.findall(r'"([\w.-]+)==([^"]+)"', metadata))
     shared = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
@@ -56,12 +57,18 @@ def test_a_script_stands_alone(path):
     assert max(map(len, source.splitlines())) <= 110
 
 
+def copy_scripts(folder: Path) -> Path:
+    for name in (*sync.FOLDERS, "toy"):
+        (folder / name).mkdir(exist_ok=True)
+    for path in (*PATHS.values(), ROOT / "requirements.txt"):
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the scripts and their requirements."""
-    for name in (*(f"{name}.py" for name in SCRIPTS), "requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    return tmp_path
+    return copy_scripts(tmp_path)
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -73,7 +80,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_sync_carries_an_edit_into_every_script(folder):
     """Once and no more, and nothing else changes. A variant gets an edit of its parent's estimator, too."""
     assert sync.sync(folder) == 0
-    assert all((folder / f"{name}.py").read_text() == SCRIPTS[name] for name in SCRIPTS)
+    assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)
     place = "        # 3. Rollout: samples_per_prompt responses"
     edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
     edit(folder / "grpo.py", "log_ref_ratio.exp() - 1 -", "log_ref_ratio.expm1() -")
@@ -81,7 +88,7 @@ def test_sync_carries_an_edit_into_every_script(folder):
     for _ in range(2):
         assert sync.sync(folder) == 0
         for name, before in SCRIPTS.items():
-            after = (folder / f"{name}.py").read_text()
+            after = sync.paths(folder)[name].read_text()
             expected = before.replace(place, f"        print('edit')\n\n{place}").replace("1.0.17", "9.9.9")
             if name == "grpo" or VARIANTS.get(name) == "grpo":
                 expected = expected.replace("log_ref_ratio.exp() - 1 -", "log_ref_ratio.expm1() -")
@@ -93,20 +100,27 @@ def test_sync_names_a_conflict_and_writes_nothing(folder, capsys):
     place = "        # 9. Evaluate, log and save\n"
     edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
     edit(folder / "rloo.py", "    optimizer.step()\n", "    optimizer.step()\n    print('mine')\n")
-    before = {path: path.read_text() for path in folder.iterdir()}
+    before = {path: path.read_text() for path in folder.rglob("*.*")}
     assert sync.sync(folder) == 1
     said = capsys.readouterr().out
     assert "ppo.py: the edit does not merge" in said and "rloo.py: the edit does not merge" in said
-    assert before == {path: path.read_text() for path in folder.iterdir()}
+    assert before == {path: path.read_text() for path in folder.rglob("*.*")}
 
 
 def test_a_new_algorithm_is_told_its_five_files(tmp_path):
     """In the order of CONTRIBUTING.md. No script here lacks one."""
     assert [new.missing(name) for name in POLICY_SCRIPTS if new.missing(name)] == []
     shutil.copy(ROOT / "grpo.py", tmp_path)
+    (tmp_path / "methods").mkdir()
     new.create("mine", tmp_path)
-    assert sync.skeleton((tmp_path / "mine.py").read_text()) == sync.skeleton(SCRIPTS["grpo"])
-    files = ["mine.py", "tests/references.py", "README.md", "docs/estimators.md", "docs/scripts/mine.md"]
+    assert sync.skeleton((tmp_path / "methods" / "mine.py").read_text()) == sync.skeleton(SCRIPTS["grpo"])
+    files = [
+        "methods/mine.py",
+        "tests/references.py",
+        "README.md",
+        "docs/estimators.md",
+        "docs/scripts/mine.md",
+    ]
     assert list(dict.fromkeys(x.partition(":")[0] for x in new.missing("mine", tmp_path))) == files
 
 
@@ -124,7 +138,7 @@ def test_every_mutant_still_applies(tmp_path):
     for tests, rows in MUTANTS.items():
         assert (ROOT / "tests" / tests.split()[0]).exists(), f"there is no {tests}"
         for mutant in map(Mutant._make, rows):
-            path = shutil.copy(ROOT / f"{mutant.function.split('.')[0]}.py", tmp_path)
+            path = shutil.copy(PATHS[mutant.function.split(".")[0]], tmp_path)
             mutant.change(tmp_path)
             ast.parse(Path(path).read_text())
             assert mutant.old != mutant.new

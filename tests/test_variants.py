@@ -2,18 +2,15 @@
 
 import dataclasses
 import importlib
-import shutil
 import subprocess
 import sys
 
 import pytest
 import sync
-import tyro
 import variant
 from conftest import POLICY_SCRIPTS, ROOT
 from resume import without_clock
-from test_docs import commands_in, text_of
-from test_siblings import edit
+from test_siblings import copy_scripts, edit
 from zoo import record, run
 
 FEATURES = ("fsdp", "lora", "tools", "vllm")  # these merge into all scripts; docs/variants.md says which do
@@ -46,28 +43,9 @@ def test_all_are_valid_and_formatted(folder):
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("name", ["rloo_lora", "rloo_fsdp_vllm", "ppo_lora_vllm", "ppo_tools"])
-def test_the_commands_of_a_docstring_parse(name, folder):
-    """The script takes its flags, and those of the features are among them."""
-    script, chosen = ALL[name]
-    path, module = folder / f"{name}.py", importlib.import_module(name)
-    *toy, real = commands_in(text_of(path))
-    assert toy == ([] if "vllm" in chosen else [["python", path.name]])
-    assert max(map(len, path.read_text().splitlines())) <= 110
-    args = tyro.cli(module.Args, args=real[real.index(path.name) + 1 :], use_underscores=True)
-    assert args.run_dir == "runs/a" and args.learning_rate == (1e-5 if "lora" in chosen else 1e-6)
-    assert "tools" not in chosen or args.call_end == "```"
-    assert "vllm" not in chosen or args.kv_cache_gib == 8
-    assert script != "ppo" or args.critic_learning_rate == 1e-5
-    assert f"SCRIPT={script} FEATURE={','.join(chosen)}" in module.__doc__
-    assert "half a minute" not in module.__doc__
-
-
 @pytest.fixture
 def copies(tmp_path):
-    for path in [*ROOT.glob("*.py"), ROOT / "requirements.txt"]:
-        shutil.copy(path, tmp_path)
-    return tmp_path
+    return copy_scripts(tmp_path)
 
 
 def test_what_does_not_go_together_is_named(copies):
@@ -83,12 +61,12 @@ def test_one_that_stays_in_the_folder_gets_later_edits(copies):
     """make sync makes of it what make variant would make now. It is neither a policy script nor a feature."""
     kept = {"rloo_lora": ("rloo", ["lora"]), "rloo_lora_vllm": ("rloo_lora", ["vllm"])}
     for name, how in kept.items():
-        (copies / f"{name}.py").write_text(variant.combine(*how, copies))
+        (copies / "variants" / f"{name}.py").write_text(variant.combine(*how, copies))
     edit(copies / "grpo.py", "    optimizer.zero_grad()\n", "    optimizer.zero_grad()  # edit\n")
     edit(copies / "rloo.py", "    others = ", "    # edit\n    others = ")
     assert sync.sync(copies) == 0
     for name, how in kept.items():
-        text = (copies / f"{name}.py").read_text()
+        text = sync.paths(copies)[name].read_text()
         assert text.count("# edit\n") == 2 and text == variant.combine(*how, copies)
     assert sync.policy_scripts(copies) == sync.policy_scripts() and sync.features(copies) == sync.features()
 

@@ -15,7 +15,7 @@ import sync
 import torch
 import tyro
 
-sys.path[:0] = [str(sync.ROOT), str(sync.ROOT / "experiments")]
+sys.path[:0] = [str(sync.ROOT / folder) for folder in (*sync.FOLDERS, "experiments")]
 from common import table  # noqa: E402
 
 # What a group of responses does not have, by its name in the rollout

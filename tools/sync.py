@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (".", "methods", "variants")
 MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that variant.py made names its features.
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
@@ -25,27 +26,33 @@ BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 
 
+def paths(root: Path = ROOT) -> dict[str, Path]:
+    """The path of each script by its name, which is the same in all folders: `dapo` is methods/dapo.py."""
+    found = [path for folder in FOLDERS for path in (root / folder).glob("*.py")]
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
+
+
 def policy_scripts(root: Path = ROOT) -> list[str]:
-    """The names of the top-level files that have their own estimator block."""
-    sources = {path.stem: path.read_text() for path in sorted(root.glob("*.py"))}
+    """The names of the scripts that have their own estimator block."""
+    sources = {name: path.read_text() for name, path in paths(root).items()}
     return [name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text)]
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
     """The parent of each variant, by name."""
-    found = {path.stem: VARIANT.search(path.read_text()) for path in sorted(root.glob("*.py"))}
+    found = {name: VARIANT.search(path.read_text()) for name, path in paths(root).items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
     """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
-    made = [name for name in variants(root) if VARIANT.search((root / f"{name}.py").read_text())[2]]
+    made = [name for name in variants(root) if VARIANT.search(paths(root)[name].read_text())[2]]
     return {name.rpartition("_")[2]: name for name in variants(root) if name not in made}
 
 
 def features_of(name: str, root: Path = ROOT) -> list[str]:
     """The features that a script has."""
-    marker = VARIANT.search((root / f"{name}.py").read_text())
+    marker = VARIANT.search(paths(root)[name].read_text())
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
@@ -78,7 +85,7 @@ def pin(source: str, requirements: str) -> str:
 
 
 def sync(root: Path) -> int:
-    sources = {path.stem: path.read_text() for path in sorted(root.glob("*.py"))}
+    sources = {name: path.read_text() for name, path in paths(root).items()}
     scripts, parents = policy_scripts(root), variants(root)
     copies = [name for name in scripts if name != "grpo" and name not in INSERTS]
     # The skeleton of the last sync is the one that most copies have.
@@ -103,7 +110,7 @@ def sync(root: Path) -> int:
     for name, source in sources.items():
         text = pin(merged.get(name, source), requirements)
         if text != source:
-            (root / f"{name}.py").write_text(text)
+            paths(root)[name].write_text(text)
             print(f"{name}.py: updated")
     return 0
 
@@ -114,10 +121,21 @@ def function_of(source: str, name: str) -> str:
 
 def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
     """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
-    old, new = (function_of((root / f"{name}.py").read_text(), function).splitlines() for name in (a, b))
+    old, new = (function_of(paths(root)[name].read_text(), function).splitlines() for name in (a, b))
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
     print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 
 
+def diff(a: str, b: str, root: Path = ROOT) -> int:
+    """Show how two scripts differ."""
+    scripts = {path.stem: path.relative_to(root) for path in paths(root).values()}
+    for name in (a, b):
+        if name not in scripts:
+            print(f"error: there is no script {name}; use two of {', '.join(scripts)}")
+            return 2
+    subprocess.run(["git", "diff", "--no-index", "--", scripts[a], scripts[b]], cwd=root)
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(sync(ROOT))
+    sys.exit(diff(*sys.argv[2:]) if sys.argv[1:] else sync(ROOT))

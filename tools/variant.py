@@ -1,4 +1,4 @@
-"""Give a script the feature of a variant: make variant SCRIPT=rloo FEATURE=lora writes rloo_lora.py.
+"""Give a script the feature of a variant: make variant SCRIPT=rloo FEATURE=lora writes variants/rloo_lora.py.
 
 The difference between grpo.py and grpo_lora.py is merged into rloo.py. FEATURE=lora,vllm adds two features, and so does
 SCRIPT=rloo_lora FEATURE=vllm. If a script and a feature do not go together, the reason is printed, nothing is written,
@@ -39,7 +39,7 @@ def parts(source: str) -> tuple[str, dict[str, str], list[str], dict[str, str]]:
 
 def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
     """The source of a script with more features. A ValueError says why there is none."""
-    sources = {path.stem: path.read_text() for path in root.glob("*.py")}
+    sources = {name: path.read_text() for name, path in sync.paths(root).items()}
     features, parents = sync.features(root), sync.variants(root)
     if name not in sources or {*chosen} - {*features}:
         raise ValueError(f"use a SCRIPT of this folder, and a FEATURE of {', '.join(features)}")
@@ -72,8 +72,10 @@ def combine(name: str, chosen: list[str], root: Path = sync.ROOT) -> str:
     start = commands[-1].partition(".py")[0].rpartition(" ")[0]
     flags["run_dir"] = flags.pop("run_dir")  # the last one, as everywhere
     words = [f"--{flag}{value}".replace(" ", "\0") for flag, value in flags.items()]  # no line ends at a \0
-    command = fill(" ".join([f"    {start} {result}.py", *words]), subsequent_indent=" " * 8, **LINES)
-    command = f"    python {result}.py\n" + command.replace("\n", " \\\n").replace("\0", " ")
+    command = fill(
+        " ".join([f"    {start} variants/{result}.py", *words]), subsequent_indent=" " * 8, **LINES
+    )
+    command = f"    python variants/{result}.py\n" + command.replace("\n", " \\\n").replace("\0", " ")
     if " --" in toy:  # a feature whose toy is another one
         made, command = made.replace("A toy, and a", "A"), command.partition("\n")[2]
     docstring, block = sync.OWN.findall(sources[name])
@@ -93,7 +95,7 @@ def answer(name: str, feature: str) -> str:
 
 if __name__ == "__main__":
     name, chosen = sys.argv[1], sys.argv[2].split(",")
-    path = sync.ROOT / f"{'_'.join([name, *chosen])}.py"
+    path = sync.ROOT / "variants" / f"{'_'.join([name, *chosen])}.py"
     if path.exists():
         sys.exit(f"error: {path.name} exists; delete it to make it anew")
     try:

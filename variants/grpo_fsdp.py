@@ -2,30 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-# variant of reinforce_pp_baseline.py
-"""REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its result.
+# variant of grpo.py
+"""GRPO with FSDP2: weights, gradients, AdamW and the reference are split over the ranks.
 
-Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
-beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce_pp_baseline.py:
+Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277; FSDP2 is its second version, in torch. The method is
+grpo.py's, Zhihong Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3 and 4, whose terms grpo.py explains:
 
-    A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks     (Eq. 11, 12)
-    rho_t = pi_theta(o_t) / pi_old(o_t)
-    k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
-    loss  = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
-    m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
+    loss = 1/N_seq sum_i 1/T_i sum_t [beta k3_t - min(rho_t A_i, clip(rho_t, 1-eps, 1+eps) A_i)]
 
-After a token that contains --call_end, and after an EOS, the tool gets the response so far. If it returns
-text, that is appended, and sampling continues. The policy and the reward read it, but N_tok, the KL, the
-entropy and response_length count sampled tokens only; max_response_length limits both. The calls of a step
-run in threads, and all rows wait. `diff reinforce_pp_baseline.py reinforce_pp_tools.py` shows the feature.
-Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
+Each of N ranks keeps 1/N of every weight, gradient and AdamW state. In the passes for log-probs and updates,
+the weights of a layer are gathered when it runs and dropped after it. To sample, all weights are gathered
+once, in --dtype: ranks finish after different numbers of tokens, so a gather per layer would hang. A rank
+must hold the whole model once, with 2 bytes per weight in bfloat16, in which all layers run, unlike in
+grpo.py. Each rank first loads both models into CPU memory, 8 bytes per weight. The checkpoint and model/ hold
+whole tensors. Left out: to split a reward model, and mps, for which torch has no FSDP.
+`make diff A=grpo B=grpo_fsdp` shows FSDP. A toy (half a minute, score 0.3 to 0.98), and a model on 8 GPUs:
 
-    python reinforce_pp_tools.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
-        --dataset prompts.jsonl --reward my_reward.py:score --tool my_tool.py:run \
-        --call_end '```' --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 \
-        --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    python variants/grpo_fsdp.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -39,11 +35,10 @@ import sys
 import time
 import zlib
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -58,12 +53,16 @@ import torch.distributed as dist
 import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+# Checkpoints have whole tensors. Not strict: AdamW has no state for weights that nothing uses.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
@@ -73,8 +72,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   response_mask   (B, T)    True on the tokens that the policy sampled, the EOS included
 #   old_logprobs    (B, T)    log pi_old of each token, from the sampling loop
 #   entropy         (B, T)    of the distribution that the token was sampled from
-#   truncated       (B,)      True if the response does not end with an EOS
-#   num_calls       (B,)      how many calls got a result of the tool
+#   truncated       (B,)      True if the response has no EOS
 #   raw_scores      (B,)      what the reward gives
 #   scores          (B,)      the same after penalty, scale, z-score and clip
 #   ref_logprobs    (B, T)    log pi_ref of each token
@@ -90,22 +88,18 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: of the layers; AdamW stays float32
     # Model and data
-    model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
+    model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
+    dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
     eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 48  # most tokens of a response, results included; without an EOS, truncated
+    max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Tool
-    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to a result
-    call_end: str = "="  # the tool is called after each token that contains this text, and after an EOS
-    max_calls: int = 4  # most calls with a result in one response
     # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -131,7 +125,7 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: float = 0.01  # beta: weight of the KL term in the loss
     clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
@@ -141,31 +135,32 @@ class Args:
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the std of the batch."""
+    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Without this shift, rounding could leave equal scores a bit off their mean.
+    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
     shifted = groups - groups[:, :1]
-    centered = shifted - shifted.mean(1, keepdim=True)
-    variance = total(centered.square()) / (centered.numel() * WORLD_SIZE)  # the mean is 0
-    advantages = (centered / math.sqrt(max(variance, 1e-8))).view(-1, 1)  # (B, 1)
-    return {"advantages": advantages * rollout["response_mask"]}
+    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
+    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k2 penalty: the mean over tokens.
+    """Clipped objective with a k3 penalty (Eq. 3, 4): the mean over a response's tokens, then over responses.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
+    lengths = batch["response_mask"].sum(1)  # (b,)
     advantages = batch["advantages"]
+
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_loss = -torch.min(unclipped, clipped).sum() / num_tokens
+    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
+    clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
 
     log_ref_ratio = batch["ref_logprobs"] - logprobs
-    k2 = log_ref_ratio.square() / 2  # (b, T)
-    kl_loss = args.kl_coef * k2.sum() / num_tokens
+    k3 = log_ref_ratio.exp() - 1 - log_ref_ratio  # (b, T), 0 or more
+    kl_loss = args.kl_coef * (k3.sum(1) / lengths).sum() / num_sequences
 
     clip_fraction = (clipped < unclipped).sum() / num_tokens
     stats = {"policy_loss": clip_loss.detach(), "kl_loss": kl_loss.detach(), "clip_fraction": clip_fraction}
@@ -216,22 +211,10 @@ def log_distribution(logits, temperature):
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
-def call_tool(tool, tokenizer, responses):
-    """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
-    texts = [tokenizer.decode(ids) for ids in responses]  # of no response, batch_decode makes one text
-    try:
-        with ThreadPoolExecutor() as threads:
-            results = list(threads.map(tool, texts))  # in the order of the responses
-    except SystemExit as error:  # which would end the run without a word
-        raise RuntimeError("the tool called sys.exit") from error
-    texts = ["" if result is None else str(result) for result in results]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
 def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
-    Returns the first seven tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
+    Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
     is what was sampled from, so its log-probs are taken here; a forward pass later would differ a bit.
     model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
@@ -248,11 +231,6 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
-    # The ids of a result wait here until their column comes; -1 where the policy samples.
-    tool_ids = torch.full((B, T), -1, device=device)
-    num_calls = torch.zeros(B, dtype=torch.long, device=device)
-    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
-    call_ends = torch.tensor([*end_ids, *eos.tolist()], device=device)  # tokens that may end a call
     active = torch.arange(B, device=device)  # (b,) the rows without an EOS so far
 
     inputs = model_inputs(prompt_ids, prompt_mask)  # each prompt is read once
@@ -271,26 +249,11 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             logprobs = log_distribution(logits, args.temperature)  # (b, V)
             probs = logprobs.exp()
             tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
-            # A token of a result takes the place of the sampled one.
-            tool_tokens = tool_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
-            tokens = torch.where(tool_tokens < 0, tokens, tool_tokens)
             is_eos = torch.isin(tokens, eos).squeeze(1)  # (b,)
             sequences[active, P + t] = tokens.squeeze(1)
             attention_mask[active, P + t] = 1
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
-            # Rows whose sampled token may end a call ask the tool.
-            may_call = (torch.isin(tokens, call_ends) & (tool_tokens < 0)).squeeze(1)  # (b,)
-            may_call &= (num_calls[active] < args.max_calls) & (t + 1 < T)
-            callers = active[may_call]
-            results = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
-            for row, ids in zip(callers.tolist(), results):
-                ids = ids[: T - t - 1]  # what there is room for
-                tool_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
-                num_calls[row] += len(ids) > 0
-            # An EOS that the tool wrote (column t) or gave a result (column t + 1) does not end a response.
-            has_result = (tool_ids[active, t : t + 2] >= 0).any(1)
-            is_eos &= ~has_result
             truncated[active] = ~is_eos
 
             # Rows with an EOS leave the batch and the cache.
@@ -305,15 +268,13 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             position_ids = mask.sum(1, keepdim=True) - 1
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
 
-    from_tool = tool_ids >= 0  # (B, T): attended to, but not learned
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
-        "response_mask": attention_mask[:, P:].bool() & ~from_tool,
-        "old_logprobs": old_logprobs.masked_fill(from_tool, 0.0),
-        "entropy": entropy.masked_fill(from_tool, 0.0),
+        "response_mask": attention_mask[:, P:].bool(),
+        "old_logprobs": old_logprobs,
+        "entropy": entropy,
         "truncated": truncated,
-        "num_calls": num_calls,
     }
 
 
@@ -333,8 +294,7 @@ def micro_batches(rollout, indices, size):
 
     The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
     """
-    T = rollout["response_mask"].shape[1]
-    lengths = rollout["attention_mask"][indices, -T:].sum(1)  # with the tool's results
+    lengths = rollout["response_mask"][indices].sum(1)
     for part in indices[lengths.argsort(stable=True)].split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
@@ -379,13 +339,55 @@ def process_scores(args, scores, truncated):
     return scores
 
 
+def shard(args, model, device):
+    """Split weights and gradients. Each forward or backward pass then needs all ranks, or hangs."""
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
+    # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
+    dtypes = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    layer_class = transformers.modeling_layers.GradientCheckpointingLayer  # of every decoder layer
+    layers = [part for part in model.modules() if isinstance(part, layer_class)]
+    for part in [*layers, model]:  # the model last: it takes what is in no layer
+        # By default, the model's own part would stay gathered after the forward pass.
+        fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)
+        part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
+        part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+
+
+def models_and_optimizers(state):
+    """Each model of the state, and its optimizer, which comes next."""
+    parts = list(state.values())
+    return zip(parts[::2], parts[1::2])
+
+
+def shard_all(args, state, reference, device):
+    """Split the trained models and the reference. AdamW, made for whole weights, gets this rank's parts."""
+    for model, optimizer in models_and_optimizers(state):
+        shard(args, model, device)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    if reference:
+        shard(args, reference, device)
+
+
+def gather(model):
+    """Give every rank all weights, so that each samples on its own, until `release`."""
+    model.set_reshard_after_forward(False)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+
+
+def release(model):
+    """Keep a part of the weights on each rank again."""
+    model.set_reshard_after_forward(True)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
-    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have weights that nothing uses
-            parameter.grad = all_sum(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    """Clip the norm of the gradients, and step. Returns the norm before clipping."""
+    # backward() has summed the gradients over ranks. Each holds a part; full_tensor() is the norm of all.
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor()
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
@@ -409,14 +411,13 @@ def main(args):
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
     reward = load_reward(args, "reward", device)
     eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
-    load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one before training starts
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
     # Resume the run, or start it. `start` counts the finished iterations.
+    shard_all(args, state, reference, device)  # first, so that each rank loads its parts only
     start, log_sizes = load_checkpoint(run_dir, state)
-    weights = [float(weight.detach().sum()) for weight in policy.parameters()]
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
+    check_ranks_agree(args, {"rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
@@ -433,6 +434,7 @@ def main(args):
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         prompt_ids = [row["prompt_ids"] for row in prompt_rows]
+        gather(policy)
         rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
@@ -441,6 +443,7 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
+        release(policy)  # all responses are sampled
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 any would do: their weight is 0
@@ -496,7 +499,6 @@ def main(args):
             groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
             # The share of prompts whose responses all score the same, so that none is better than another
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
-        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # with a result of the tool
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -597,6 +599,11 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    check(args.num_iterations > 0, "--num_iterations 0: use 1 or more")  # model/ comes from a checkpoint
+    check(device.type != "mps", "--device mps: torch has no FSDP there; use --device cpu")
+    check(device.index is None, f"--device {args.device}: each rank takes its own; leave out the number")
+    if WORLD_SIZE == 1:  # FSDP needs a process group
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if WORLD_SIZE > 1:
         backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
         # All ranks wait while one of them computes a slow reward or saves a checkpoint.
@@ -645,7 +652,12 @@ def load_model(args, flag, auto_class, device):
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    return model.to(device).eval(), tokenizer
+    if wants_reward_model:
+        model.to(device)
+    else:  # stays on the CPU until shard_all: no GPU loads all float32 weights
+        weights = [float(weight.detach().sum()) for weight in model.parameters()]
+        check_ranks_agree(args, {f"weights of {where}": weights})
+    return model.eval(), tokenizer
 
 
 def read_rows(where, path, split):
@@ -719,25 +731,10 @@ def load_eval_rows(args, policy, tokenizer):
     """The held-out rows, or None. Only the toy has some by default."""
     name = args.eval_dataset
     if args.dataset == Args.dataset and not name:
-        name = "toy/tools/heldout.jsonl"
+        name = "toy/heldout.jsonl"
     if not name or not args.eval_every:
         return None
     return load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer)
-
-
-@lru_cache  # each call of generate needs it
-def load_tool(name, call_end, tokenizer):
-    """The function behind --tool, and the ids of the tokens that contain --call_end."""
-    file, _, function = name.partition(":")
-    check(Path(file).is_file(), f"--tool {name}: there is no file {file}; use file.py:function")
-    functions = runpy.run_path(file)
-    check(function in functions, f"--tool {name}: {file} has no {function!r}; use file.py:function")
-    ids = sorted(tokenizer.get_vocab().values())
-    # Decoded, because a vocabulary may write a space as Ġ
-    texts = tokenizer.batch_decode([[token_id] for token_id in ids])
-    end_ids = [token_id for token_id, text in zip(ids, texts) if call_end in text]
-    check(end_ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
-    return functions[function], end_ids
 
 
 def load_reward(args, flag, device):
@@ -824,8 +821,7 @@ def reward_model(args, flag, device):
 
 def decode(tokenizer, rollout, skip_special_tokens):
     """The texts of the responses."""
-    T = rollout["response_mask"].shape[1]
-    mask = rollout["attention_mask"][:, -T:].bool()  # the tool's results, too
+    mask = rollout["response_mask"]
     responses = rollout["sequences"][:, -mask.shape[1] :]
     without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
     return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)
@@ -855,12 +851,14 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
     size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
+    gather(policy)
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
         scores[first : first + len(rows)] = rollout["raw_scores"]
         samples = samples or describe(tokenizer, rows, rollout)
+    release(policy)
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
@@ -904,6 +902,22 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
+def whole(state):
+    """The whole tensors of models and optimizers, on the CPU of rank 0. Every rank must call it."""
+    states = [get_state_dict(*pair, options=WHOLE) for pair in models_and_optimizers(state)]
+    return dict(zip(state, [part for pair in states for part in pair]))
+
+
+def load_whole(state, checkpoint):
+    """Load whole tensors. Each rank keeps its part."""
+    parts = [checkpoint[name] for name in state]
+    for pair, weights, moments in zip(models_and_optimizers(state), parts[::2], parts[1::2]):
+        missing = pair[0].state_dict().keys() - weights.keys()
+        if missing:  # set_state_dict would say nothing
+            raise KeyError(*missing)
+        set_state_dict(*pair, model_state_dict=weights, optim_state_dict=moments, options=WHOLE)
+
+
 def load_checkpoint(run_dir, state):
     """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
     path = run_dir / "checkpoint.pt"
@@ -911,8 +925,7 @@ def load_checkpoint(run_dir, state):
         return 0, dict.fromkeys(LOGS, 0)
     with explain(path, "restore it, or delete it to start over"):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+        load_whole(state, checkpoint)
         say(f"resumes after iteration {checkpoint['iteration']}")
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
@@ -967,9 +980,9 @@ def log(args, run_dir, iteration, metrics, samples):
 
 def save_checkpoint(run_dir, iteration, state):
     """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
+    checkpoint = whole(state)
     if RANK > 0:
         return
-    checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
@@ -982,10 +995,13 @@ def save_checkpoint(run_dir, iteration, state):
 
 
 def save_model(run_dir, policy, tokenizer):
-    """Write model/, which is complete or absent."""
+    """Write model/, which is complete or absent. The last checkpoint has the whole weights."""
+    weights = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)["policy"]
+    for name in policy.all_tied_weights_keys:
+        del weights[name]  # from_pretrained ties it again
     with replacing(run_dir / "model") as folder:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
     run_lock(run_dir).release()

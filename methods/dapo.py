@@ -2,27 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""On-policy distillation: each token of a sampled response is compared with a teacher's probability of it.
+"""DAPO: GRPO with a wider upper clip, the mean over tokens, dynamic sampling, a penalty on long responses.
 
-Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse KL. To
-each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient, pi_teacher
-the frozen --teacher, a model with the same tokenizer:
+Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, section
+3. To each prompt pi_old samples k = samples_per_prompt responses, of T_i tokens, with the scores r_i. With
+L_max = max_response_length, L_cache = overlong_buffer, eps_low = clip_eps_low and eps_high = clip_eps_high:
 
-    A_t  = log pi_teacher(o_t) - log pi_old(o_t)
-    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
+    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                       soft overlong    (Eq. 13)
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
+    rho_t = pi_theta(o_t) / pi_old(o_t)
+    loss  = -1/N_tok sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)          (Eq. 8)
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The
-expected gradient is that of the token's reverse KL to the teacher, in the states that the student visits. A
-token is not blamed for the KL of later ones. The score is logged and does not train. There is one step per
-rollout, since nothing corrects for a policy that has moved. In the paper, the student samples only a part of
-the responses; here it samples all.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+N_tok counts the tokens of one optimizer step over all ranks; in the paper, of a group. Dynamic sampling
+(Eq. 11): a group of equal raw scores says nothing about the task, and gives way to another prompt. No KL.
+Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
 
-    python distill.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --teacher Qwen/Qwen2.5-7B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
-        --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
-        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    python methods/dapo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a \
+        --overlong_buffer 205
 """
 
 import atexit
@@ -122,28 +121,87 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    teacher: str = "toy/teacher"  # model with the same tokenizer: folder or hub id of a causal LM
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
-    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
-    kl_coef: ClassVar[float] = 0.0  # the KL to the teacher is the objective, not a penalty
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
-    update_epochs: ClassVar[int] = 1
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
+    min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
+    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
+    clip_eps_low: float = 0.2  # no gradient where rho < 1 - clip_eps_low and A < 0
+    clip_eps_high: float = 0.28  # no gradient where rho > 1 + clip_eps_high and A > 0
+    overlong_buffer: int = 8  # L_cache: the score falls by up to 1 over the last so many tokens; 0: off
+    max_rollouts: int = 10  # rollouts sampled at most for one batch, on each rank
+    num_minibatches: int = 2  # optimizer steps per pass over the rollout
+    update_epochs: int = 1  # passes over the rollout
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: how much more likely the teacher finds a token than the student."""
-    return {"advantages": rollout["ref_logprobs"] - rollout["old_logprobs"]}
+    """Returns {"advantages": (B, T)}: each score less its overlong penalty, normalized in its group."""
+    excess = rollout["response_mask"].sum(1) - args.max_response_length + args.overlong_buffer  # (B,)
+    penalty = excess.clamp(min=0).to(rollout["scores"]) / max(1, args.overlong_buffer)
+    scores = rollout["scores"] - penalty
+    groups = scores.view(-1, args.samples_per_prompt)  # (prompts, k)
+    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
+    shifted = groups - groups[:, :1]
+    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
+    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE: the mean over tokens.
+    """Clipped objective (Eq. 8): the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    loss = -(batch["advantages"] * logprobs).sum() / num_tokens
-    return loss, {"policy_loss": loss.detach()}
+    advantages = batch["advantages"]
+    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
+    loss = -torch.min(unclipped, clipped).sum() / num_tokens
+
+    clip_fraction = (clipped < unclipped).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+
+
+def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
+    """Replace groups of equal raw scores by groups of other prompts, up to max_rollouts rollouts (Eq. 11).
+
+    Each rank samples as often as it needs; groups of equal scores fill up what is missing at the end. Returns
+    the batch, its rows of the dataset, and metrics of all that was sampled on all ranks.
+    """
+    check(args.max_rollouts > 0, f"--max_rollouts {args.max_rollouts}: use 1 or more")
+    k = args.samples_per_prompt
+    local_batch = len(rows)
+    num_rollouts = 1
+    while True:
+        groups = rollout["raw_scores"].view(-1, k)
+        is_useful = groups.amax(1) > groups.amin(1)  # one for each group
+        drawn = {id(row) for row in rows}
+        unused = [row for row in dataset if id(row) not in drawn]
+        is_full = is_useful.sum() * k >= local_batch
+        if is_full or num_rollouts == args.max_rollouts or not unused:
+            break
+        num_rollouts += 1
+        order = torch.randperm(len(unused))[: local_batch // k]
+        prompt_rows = [unused[i] for i in order]
+        new = generate(policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], args, k)
+        new_rows = [row for row in prompt_rows for _ in range(k)]
+        new["raw_scores"] = score(reward, tokenizer, new_rows, new)
+        rows = rows + new_rows
+        for name, tensor in rollout.items():
+            responses = [*tensor, *new[name]]
+            if tensor.dim() == 1:  # (B,)
+                rollout[name] = torch.stack(responses)
+            else:  # (B, P+T) or (B, T); only P may differ, so only prompts are padded, on the left
+                rollout[name] = pad_sequence(responses, batch_first=True, padding_side="left")
+
+    count = total(torch.ones_like(rollout["raw_scores"]))
+    metrics = {
+        "score": total(rollout["raw_scores"]) / count,
+        "equal_groups": total(~is_useful) * k / count,
+        "rollouts": count / args.batch_size,
+    }
+    # Responses of useful groups come first. The sort is stable, so that groups stay together.
+    chosen = is_useful.repeat_interleave(k).int().argsort(descending=True, stable=True)[:local_batch]
+    return {name: tensor[chosen] for name, tensor in rollout.items()}, [rows[i] for i in chosen], metrics
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -343,9 +401,6 @@ def main(args):
     # The reference is the policy before training, so it is copied before a checkpoint is loaded.
     reference = copy.deepcopy(policy) if args.kl_coef else None
 
-    # The teacher takes the place of the reference.
-    reference, _ = load_model(args, "teacher", transformers.AutoModelForCausalLM, device)
-
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
@@ -377,6 +432,11 @@ def main(args):
         rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+
+        # Dynamic sampling
+        rollout, rows, sampling_metrics = dynamic_sampling(
+            args, policy, tokenizer, reward, dataset, rollout, rows
+        )
 
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
@@ -439,6 +499,9 @@ def main(args):
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
+
+        # Of all responses that were sampled, and not only of the batch
+        metrics |= sampling_metrics
 
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations

@@ -2,25 +2,24 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""SAPO: GRPO with a soft gate in place of the clip, so that the gradient fades instead of stopping.
+"""OPO: several responses per prompt; the baseline is the mean score of the group, weighted by length.
 
-Chang Gao et al., "Soft Adaptive Policy Optimization", arXiv 2511.20347. To each prompt the policy samples
-k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is the policy that sampled them, pi_theta
-the policy in training:
+Yaru Hao et al., "On-Policy RL with Optimal Reward Baseline", arXiv 2505.23585. To each prompt pi_old samples
+k = samples_per_prompt responses, of T_i tokens, with the scores r_i; o_t is token t. pi_theta is the same
+policy with gradient:
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
-    rho_t = pi_theta(o_t) / pi_old(o_t)
-    g_t   = 4/tau sigmoid(tau (rho_t - 1))            tau = tau_pos where A_i > 0, else tau_neg
-    loss  = -1/N_seq sum_i 1/T_i sum_t g_t A_i
+    A_i  = r_i - sum_j T_j r_j / sum_j T_j                   long responses count more
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        a response is one action: no 1/T, no clip
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. The
-slope of g_t is 1 at rho_t = 1, so the first step of a rollout is grpo.py's; it falls on both sides, towards 0
-only above 1. A larger tau narrows the gate: negative advantages, which raise all other tokens, fade a little
-faster. There is no KL term.
+N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
+Among the baselines that are the same for all responses, the one of least variance weighs each score by the
+squared norm of the response's gradient. T_i stands for that norm: it assumes that the gradients of tokens are
+orthogonal and equally long, and that the loss sums over tokens. There is one step per rollout and no KL.
+rloo.py weighs all scores equally and leaves r_i out of its baseline.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
-    python sapo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/opo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/opo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -122,39 +121,30 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
+    samples_per_prompt: int = 8  # k: responses per prompt; the group has one baseline
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    tau_pos: float = 1.0  # how fast the gate closes where A > 0
-    tau_neg: float = 1.05  # how fast the gate closes where A <= 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
+    """Returns {"advantages": (B, T)}: each score minus the mean of its group, weighted by length."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+    lengths = rollout["response_mask"].sum(1).view_as(groups)  # T, (prompts, k)
+    baselines = (lengths * groups).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)
+    advantages = (groups - baselines).view(-1, 1)  # (B, 1)
+    return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Objective with a soft gate: the mean over a response's tokens, then over responses.
+    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    lengths = batch["response_mask"].sum(1)  # (b,)
-    advantages = batch["advantages"]
-
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    tau = torch.full_like(ratio, args.tau_neg).masked_fill(advantages > 0, args.tau_pos)
-    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    token_losses = -gate * advantages
-    loss = (token_losses.sum(1) / lengths).sum() / num_sequences
+    loss = -(batch["advantages"] * logprobs).sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}
 
 

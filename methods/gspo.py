@@ -2,27 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""MaxRL: GRPO's group with the mean of the scores in place of their std; REINFORCE, no clip.
+"""GSPO: GRPO with one ratio per response, clipped as a whole; no critic.
 
-Fahim Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. To each prompt pi_old
-samples k = samples_per_prompt responses with the scores r_1 ... r_k, 0 or 1; o_t is token t. pi_theta is
-the same policy with gradient:
+Chujie Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, section 4. To each prompt the
+policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is the policy that sampled
+them, pi_theta the policy in training. With eps_low = clip_eps_low and eps_high = clip_eps_high:
 
-    A_i  = (r_i - mean(r)) / mean(r)                   mean of the group; 0 if it is 0
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)  a response is one action: no 1/T, no clip
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
+    s_i   = exp(1/T_i sum_t log(pi_theta(o_t) / pi_old(o_t)))                                        (Eq. 7)
+    loss  = -1/N_seq sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)                    (Eq. 5)
 
-N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-REINFORCE ascends the pass rate p of a prompt, maximum likelihood ascends log p. This lies in between: the
-expected gradient is sum_j 1/j grad pass@j for j = 1 ... k-1, the series of log p cut off. (The paper's sum
-ends at k; leaving a group without a success at 0 costs one term.) A seldom solved prompt weighs up to k - 1
-times as much as in REINFORCE. There is one step per rollout, since nothing corrects for a policy that has
-moved. There is no KL.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. s_i
+is the geometric mean of its tokens' ratios, so close to 1 that the paper clips at 3e-4 and 4e-4. Rounding to
+bfloat16 moves it by more, hence float32 below. A response is clipped with all its tokens or not at all. There
+is no KL, as in the paper's equations.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
-    python maxrl.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 maxrl.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/gspo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gspo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype float32 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -122,30 +121,46 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt; their scores must not be negative
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
-    update_epochs: ClassVar[int] = 1
+    clip_eps_low: float = 3e-4  # no gradient where s < 1 - clip_eps_low and A < 0
+    clip_eps_high: float = 4e-4  # no gradient where s > 1 + clip_eps_high and A > 0
+    num_minibatches: int = 2  # optimizer steps per pass over the rollout
+    update_epochs: int = 1  # passes over the rollout
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by that mean."""
+    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    mean = groups.mean(1, keepdim=True)  # (prompts, 1), the pass rate
-    advantages = ((groups - mean) / mean).masked_fill(mean == 0, 0.0).view(-1, 1)  # (B, 1)
-    return {"advantages": advantages * rollout["response_mask"]}
+    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
+    shifted = groups - groups[:, :1]
+    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
+    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
+    """Clipped objective with a ratio per response (Eq. 5): the mean over responses.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    loss = -(batch["advantages"] * logprobs).sum() / num_sequences
-    return loss, {"policy_loss": loss.detach()}
+    mask = batch["response_mask"]
+    lengths = mask.sum(1)  # (b,)
+    advantages = batch["advantages"]
+
+    log_ratio = (logprobs - batch["old_logprobs"]) * mask  # (b, T)
+    mean_log_ratio = log_ratio.sum(1) / lengths
+    ratio = mean_log_ratio.exp().view(-1, 1)  # s, (b, 1)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
+    # (b, T): the tokens of a response have the same loss, so its mean over them is the loss of the response.
+    token_losses = -torch.min(unclipped, clipped)
+    loss = (token_losses.sum(1) / lengths).sum() / num_sequences
+
+    clip_fraction = (clipped < unclipped).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------

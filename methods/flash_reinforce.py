@@ -2,27 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""GDPO: several rewards per response, each normalized within its group before they are added up.
+"""FlashREINFORCE: one response per prompt; a gate leaves out responses of a sampler too far from the policy.
 
-Shih-Yang Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-Optimization", arXiv 2601.05242, section 3. To each prompt pi_old samples k = samples_per_prompt responses.
-Each has R scores r_1 ... r_R. pi_theta is the policy in training. w = reward_weights and eps = clip_eps:
+Jian Hu, Yifan Zhang et al., "FlashREINFORCE", NVIDIA, September 2026. To each prompt pi_old samples one
+response, with the score r_i; pi_theta is the policy in training. In asynchronous training pi_old is some
+updates behind it. o_t is token t and sg stops the gradient. With p_t = pi_old(o_t) and q_t = pi_theta(o_t):
 
-    A_j   = (r_j - mean(r_j)) / (std(r_j) + 1e-4)      for each reward, mean and std of the group    (Eq. 4)
-    A     = w_1 A_1 + ... + w_R A_R                    w is 1 by default                         (Eq. 5, 7)
-    A    <- (A - mean(A)) / std(A)                     over the responses of all ranks               (Eq. 6)
-    rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_seq sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)             (Eq. 3)
+    A_i  = r_i - mean(r)                                                the mean over the batch of all ranks
+    d_t  = p_t log(p_t / q_t) + (1 - p_t) log((1 - p_t) / (1 - q_t))    KL over two outcomes: o_t, or not o_t
+    g_i  = 1 if 1/T_i sum_t d_t <= delta, else 0                        the gate
+    loss = -1/N_seq sum_i g_i A_i 1/T_i sum_t sg(q_t / p_t) log q_t                               (Eq. 5-11)
 
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
-included; std(r_j) divides by k - 1. grpo.py normalizes the sum of the scores, where a reward of large spread
-hides the others. No KL, as in the paper's equations. Left out: conditioned rewards (Eq. 8).
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+included. Both count what the gate leaves out. There is one step per rollout. Here pi_old is pi_theta: up to
+rounding the ratio is 1, every gate is open, and this is reinforce.py without KL and with 1/T_i.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
-    python gdpo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 gdpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:scores --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    python methods/flash_reinforce.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/flash_reinforce.py \
+        --model Qwen/Qwen2.5-1.5B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
+        --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
+        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -122,49 +122,46 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    reward_weights: list[float] | None = None  # w: a factor for each normalized reward; None: all 1
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
-    min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
+    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    reward_zscore: ClassVar[bool] = False  # each reward is normalized within its group
-    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    delta: float = 0.003  # no gradient from a response whose mean divergence from pi_old is larger
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: the sum of the rewards' normalized scores, over its std."""
-    scores = rollout["scores"]  # (B, R)
-    groups = scores.view(len(scores) // args.samples_per_prompt, args.samples_per_prompt, -1)
-    R = groups.shape[2]  # (prompts, k, R)
-    weights = groups.new_tensor(args.reward_weights or [1.0] * R)
-    check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    normalized = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    sums = normalized @ weights  # (prompts, k)
-    variance = total(sums.square()) / (sums.numel() * WORLD_SIZE)  # the mean is 0
-    advantages = (sums / math.sqrt(max(variance, 1e-8))).view(-1, 1)  # (B, 1)
+    """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
+    scores = rollout["scores"]
+    mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
+    advantages = (scores - mean).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (Eq. 3): the mean over a response's tokens, then over responses.
+    """REINFORCE with a weight per token and a gate per response: the mean over a response's tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
-    advantages = batch["advantages"]
+    new_logprobs = logprobs.detach()
+    old_logprobs = batch["old_logprobs"]
 
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
-    loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+    # Off 0 and 1, where the logarithms are infinite. On padding p equals q, and the divergence is 0.
+    p = old_logprobs.exp().clamp(1e-6, 1 - 1e-6)  # (b, T)
+    q = new_logprobs.exp().clamp(1e-6, 1 - 1e-6)
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()  # d, below 0 only by rounding
+    mean_divergence = divergence.clamp(min=0).sum(1) / lengths  # (b,)
+    rejected = mean_divergence > args.delta
+
+    ratio = (new_logprobs - old_logprobs).exp()  # (b, T)
+    weight = ratio.masked_fill(rejected.unsqueeze(1), 0.0) * batch["advantages"]
+    loss = -((weight * logprobs).sum(1) / lengths).sum() / num_sequences
+
+    rejected_share = rejected.sum() / num_sequences
+    return loss, {"policy_loss": loss.detach(), "rejected": rejected_share}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -300,10 +297,6 @@ def micro_batches(rollout, indices, size):
         batch = {}
         for name, tensor in rollout.items():
             batch[name] = tensor[part]
-
-            if name in ("scores", "all_scores"):  # (b, R): its columns are rewards, not tokens
-                continue
-
             if tensor.dim() == 2:  # (b, P+T) or (b, T), which are its last T columns
                 batch[name] = batch[name][:, has_tokens[-tensor.shape[1] :]]
         yield part, batch
@@ -403,9 +396,6 @@ def main(args):
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
-        all_scores = rollout["all_scores"].T.type_as(rollout["raw_scores"])  # (R, B)
-        rollout["scores"] = process_scores(args, all_scores, rollout["truncated"]).T  # not those of the sum
-
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
@@ -464,8 +454,6 @@ def main(args):
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
-
-        metrics |= {f"score/{i}": total(x) / args.batch_size for i, x in enumerate(rollout["all_scores"].T)}
 
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations
@@ -791,9 +779,6 @@ def score(reward, tokenizer, rows, rollout):
     columns["truncated"] = rollout["truncated"].tolist()
     scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
     scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
-
-    rollout["all_scores"] = scores
-
     return scores.sum(1)
 
 

@@ -1,27 +1,28 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#                 "peft==0.21.2"]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-# variant of grpo.py
-"""GRPO with LoRA: the model is frozen, and two small matrices beside each linear layer are trained.
+"""On-policy distillation: each token of a sampled response is compared with a teacher's probability of it.
 
-Edward J. Hu et al., "LoRA", arXiv 2106.09685, section 4.1. Each linear layer W, except the output layer,
-computes
+Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse KL. To
+each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient, pi_teacher
+the frozen --teacher, a model with the same tokenizer:
 
-    h = W x + alpha/r B A x        A (r, in) starts at random, B (out, r) at 0; r = lora_rank
+    A_t  = log pi_teacher(o_t) - log pi_old(o_t)
+    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
 
-Gradients, AdamW and the checkpoint hold A and B only. pi_ref is the policy with its adapter disabled, so
-there is no second model. --dtype bfloat16 stores W in bfloat16; A and B stay float32. At the end, model/ has
-W + alpha/r B A, and model/adapter has A and B for peft, to be added to --model. For a real model, use ten
-times the learning rate of grpo.py, since only A and B move. The equations are in grpo.py; `diff grpo.py
-grpo_lora.py` shows LoRA. Left out: quantized weights. A toy (sums such as "3 + 5 - 2 ?"; half a minute,
-score 0.3 to 0.98), and a model on 8 GPUs:
+N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The
+expected gradient is that of the token's reverse KL to the teacher, in the states that the student visits. A
+token is not blamed for the KL of later ones. The score is logged and does not train. There is one step per
+rollout, since nothing corrects for a policy that has moved. In the paper, the student samples only a part of
+the responses; here it samples all.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
-    python grpo_lora.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-5 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    python methods/distill.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/distill.py --model Qwen/Qwen2.5-1.5B-Instruct \
+        --teacher Qwen/Qwen2.5-7B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
+        --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
+        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -33,7 +34,6 @@ import runpy
 import shutil
 import sys
 import time
-import warnings
 import zlib
 from collections import defaultdict
 from contextlib import contextmanager
@@ -48,7 +48,6 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import datasets
 import filelock  # comes with torch
-import peft
 import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
@@ -86,16 +85,13 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, and all weights but A and B
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
     dataset_split: str = "train"  # split of a hub id or folder
     eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
-    # LoRA
-    lora_rank: int = 16  # r: rows of A and columns of B
-    lora_alpha: float = 32.0  # alpha: B A x is multiplied by lora_alpha / lora_rank
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
@@ -112,7 +108,7 @@ class Args:
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
-    learning_rate: float = 1e-3  # peak learning rate of AdamW
+    learning_rate: float = 2e-4  # peak learning rate of AdamW
     warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
@@ -126,46 +122,28 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
-    min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
-    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
-    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    teacher: str = "toy/teacher"  # model with the same tokenizer: folder or hub id of a causal LM
+    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
+    kl_coef: ClassVar[float] = 0.0  # the KL to the teacher is the objective, not a penalty
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
-    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+    """Returns {"advantages": (B, T)}: how much more likely the teacher finds a token than the student."""
+    return {"advantages": rollout["ref_logprobs"] - rollout["old_logprobs"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k3 penalty (Eq. 3, 4): the mean over a response's tokens, then over responses.
+    """REINFORCE: the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    lengths = batch["response_mask"].sum(1)  # (b,)
-    advantages = batch["advantages"]
-
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
-    clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
-
-    log_ref_ratio = batch["ref_logprobs"] - logprobs
-    k3 = log_ref_ratio.exp() - 1 - log_ref_ratio  # (b, T), 0 or more
-    kl_loss = args.kl_coef * (k3.sum(1) / lengths).sum() / num_sequences
-
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    stats = {"policy_loss": clip_loss.detach(), "kl_loss": kl_loss.detach(), "clip_fraction": clip_fraction}
-    return clip_loss + kl_loss, stats
+    loss = -(batch["advantages"] * logprobs).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach()}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -354,26 +332,19 @@ def optimizer_step(args, model, optimizer, learning_rate):
     return norm
 
 
-def add_adapter(args, model):
-    """The model with an A and a B beside each linear layer. Only they get gradients."""
-    torch.manual_seed(args.seed)  # the same A on all ranks
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
-    )
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
-    return peft.get_peft_model(model, config)
-
-
 def main(args):
     # 1. Setup: run folder, ranks, models, data, rewards, optimizer
     check_args(args)
     run_dir = find_run(args)
     device = start_ranks(args)
 
-    # The model is in eval mode: with dropout, training would see other log-probs than sampling.
-    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device, args.dtype)
-    policy = add_adapter(args, policy)
-    reference = policy if args.kl_coef else None  # the same model; step 5 disables its adapter
+    # Models are in eval mode: with dropout, training would see other log-probs than sampling.
+    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
+    # The reference is the policy before training, so it is copied before a checkpoint is loaded.
+    reference = copy.deepcopy(policy) if args.kl_coef else None
+
+    # The teacher takes the place of the reference.
+    reference, _ = load_model(args, "teacher", transformers.AutoModelForCausalLM, device)
 
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
@@ -412,8 +383,7 @@ def main(args):
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
-            with policy.disable_adapter():
-                rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
+            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 any would do: their weight is 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
         # Some methods subtract kl from the reward; for the others it is only a metric.
@@ -520,7 +490,7 @@ def explain(what, remedy):
 
 
 def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. A and B stay float32."""
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
     device_type = torch.device(args.device).type
     return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
@@ -536,7 +506,6 @@ def check_args(args):
     """Refuse numbers that cannot work before anything is loaded."""
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
     positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
-    positive += ["lora_rank", "lora_alpha"]
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             check(0 <= value < math.inf, f"--{name} {value}: use a finite number, 0 or more")
@@ -588,8 +557,8 @@ def check_ranks_agree(args, others):
     check(not different, f"the ranks differ in {', '.join(different)}; start all with the same")
 
 
-def load_model(args, flag, auto_class, device, dtype="float32"):
-    """A model with weights in dtype, in eval mode and so without dropout, and its tokenizer."""
+def load_model(args, flag, auto_class, device):
+    """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     name = getattr(args, flag)
@@ -601,7 +570,7 @@ def load_model(args, flag, auto_class, device, dtype="float32"):
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(name, dtype=dtype, **options)
+        model, info = auto_class.from_pretrained(name, dtype=torch.float32, **options)
     # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
     is_reward_model = "SequenceClassification" in str(model.config.architectures)
     wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
@@ -866,8 +835,6 @@ def load_checkpoint(run_dir, state):
         return 0, dict.fromkeys(LOGS, 0)
     with explain(path, "restore it, or delete it to start over"):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-        # The checkpoint lacks the frozen weights, which are those of --model.
-        checkpoint["policy"] = state["policy"].state_dict() | checkpoint["policy"]
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         say(f"resumes after iteration {checkpoint['iteration']}")
@@ -927,8 +894,6 @@ def save_checkpoint(run_dir, iteration, state):
     if RANK > 0:
         return
     checkpoint = {name: part.state_dict() for name, part in state.items()}
-    # Of the policy, A and B only
-    checkpoint["policy"] = {name: x for name, x in checkpoint["policy"].items() if "lora_" in name}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
@@ -940,25 +905,11 @@ def save_checkpoint(run_dir, iteration, state):
         os.fsync(file)
 
 
-def merged_weights(policy):
-    """The weights of the model by their names in it, with W + alpha/r B A in place of W."""
-    model = policy.get_base_model()
-    weights = {name.replace(".base_layer", ""): x for name, x in model.state_dict().items()}
-    for name, layer in model.named_modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer):
-            W = layer.get_base_layer().weight
-            weights[f"{name}.weight"] = (W + layer.get_delta_weight("default")).detach()
-    return {name: x for name, x in weights.items() if "lora_" not in name}
-
-
 def save_model(run_dir, policy, tokenizer):
     """Write model/, which is complete or absent."""
     with replacing(run_dir / "model") as folder:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
-        policy.save_pretrained(folder / "adapter")
-        # In float32, since a bfloat16 sum would be rounded; on the CPU, since it may not fit on the GPU.
-        policy.cpu().float()
-        policy.get_base_model().save_pretrained(folder, state_dict=merged_weights(policy))
+        policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
     run_lock(run_dir).release()

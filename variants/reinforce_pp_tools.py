@@ -2,33 +2,34 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-# variant of flash_reinforce.py
-"""FlashREINFORCE, asynchronous: some ranks sample the next rollouts while the others train.
+# variant of reinforce_pp_baseline.py
+"""REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its result.
 
-The last sampler_ranks ranks sample and score, the others train. Each holds the whole model. n is staleness:
+Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
+Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
+beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce_pp_baseline.py:
 
-    rollout i is sampled with the weights after update i - 1 - n        up to i = n + 1 with the first ones
+    A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks     (Eq. 11, 12)
+    rho_t = pi_theta(o_t) / pi_old(o_t)
+    k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
+    loss  = 1/N_tok sum_i sum_t m_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
+    m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
 
-With n = 0 the two sides take turns, and the run is that of flash_reinforce.py. With n = 1 they work at the
-same time, on rollout i + 1 and on update i. A larger n helps if some rollouts take longer than others. A
-sampler waits for these weights and takes no newer ones, so a run does not depend on the speed of its ranks.
+After a token that contains --call_end, and after an EOS, the tool gets the response so far. If it returns
+text, that is appended, and sampling continues. The policy and the reward read it, but N_tok, the KL, the
+entropy and response_length count sampled tokens only; max_response_length limits both. The calls of a step
+run in threads, and all rows wait. `make diff A=reinforce_pp_baseline B=reinforce_pp_tools` shows the feature.
+Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
 
-Rollouts and weights are sent as bytes by gloo, in the background. Trainer 0 keeps up to n + 1 copies of the
-weights until they have arrived. The trainers evaluate. A checkpoint holds no rollouts: a resumed run loses
-the n on the way, and samples its first n + 1 with the checkpoint's weights. With n = 0 it loses nothing.
-The equations are in flash_reinforce.py; `diff flash_reinforce.py flash_reinforce_async.py` shows the feature.
-Left out: new weights in the middle of a response. A toy (sums such as "3 + 5 - 2 ?"), and a model on 8 GPUs:
-
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 flash_reinforce_async.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 flash_reinforce_async.py --sampler_ranks 4 \
-        --model Qwen/Qwen2.5-1.5B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
-        --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
-        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+    python variants/reinforce_pp_tools.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
+        --dataset prompts.jsonl --reward my_reward.py:score --tool my_tool.py:run \
+        --call_end '```' --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 \
+        --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
 import copy
-import io
 import json
 import math
 import os
@@ -37,11 +38,12 @@ import shutil
 import sys
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -63,8 +65,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-TRAINERS = None  # their process group, from split_ranks; None stands for all ranks
-
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
 #
@@ -73,7 +73,8 @@ TRAINERS = None  # their process group, from split_ranks; None stands for all ra
 #   response_mask   (B, T)    True on the tokens that the policy sampled, the EOS included
 #   old_logprobs    (B, T)    log pi_old of each token, from the sampling loop
 #   entropy         (B, T)    of the distribution that the token was sampled from
-#   truncated       (B,)      True if the response has no EOS
+#   truncated       (B,)      True if the response does not end with an EOS
+#   num_calls       (B,)      how many calls got a result of the tool
 #   raw_scores      (B,)      what the reward gives
 #   scores          (B,)      the same after penalty, scale, z-score and clip
 #   ref_logprobs    (B, T)    log pi_ref of each token
@@ -91,19 +92,20 @@ class Args:
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
+    model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
+    dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
     dataset_split: str = "train"  # split of a hub id or folder
     eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
     eval_split: str = "test"  # split of a hub id or folder
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
+    max_response_length: int = 48  # most tokens of a response, results included; without an EOS, truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Asynchronous sampling
-    sampler_ranks: int = 1  # so many ranks sample, the last ones; the others train
-    staleness: int = 1  # n: updates between the weights that sample a rollout and those trained on it
+    # Tool
+    tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to a result
+    call_end: str = "="  # the tool is called after each token that contains this text, and after an EOS
+    max_calls: int = 4  # most calls with a result in one response
     # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -129,46 +131,45 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
-    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    delta: float = 0.003  # no gradient from a response whose mean divergence from pi_old is larger
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout
-    update_epochs: ClassVar[int] = 1
+    samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
+    min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
+    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
+    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
+    num_minibatches: int = 2  # optimizer steps per pass over the rollout
+    update_epochs: int = 1  # passes over the rollout
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
-    scores = rollout["scores"]
-    mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
-    advantages = (scores - mean).view(-1, 1)  # (B, 1)
+    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the std of the batch."""
+    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
+    # Without this shift, rounding could leave equal scores a bit off their mean.
+    shifted = groups - groups[:, :1]
+    centered = shifted - shifted.mean(1, keepdim=True)
+    variance = total(centered.square()) / (centered.numel() * WORLD_SIZE)  # the mean is 0
+    advantages = (centered / math.sqrt(max(variance, 1e-8))).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE with a weight per token and a gate per response: the mean over a response's tokens.
+    """Clipped objective with a k2 penalty: the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    lengths = batch["response_mask"].sum(1)  # (b,)
-    new_logprobs = logprobs.detach()
-    old_logprobs = batch["old_logprobs"]
+    advantages = batch["advantages"]
+    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
+    clip_loss = -torch.min(unclipped, clipped).sum() / num_tokens
 
-    # Off 0 and 1, where the logarithms are infinite. On padding p equals q, and the divergence is 0.
-    p = old_logprobs.exp().clamp(1e-6, 1 - 1e-6)  # (b, T)
-    q = new_logprobs.exp().clamp(1e-6, 1 - 1e-6)
-    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()  # d, below 0 only by rounding
-    mean_divergence = divergence.clamp(min=0).sum(1) / lengths  # (b,)
-    rejected = mean_divergence > args.delta
+    log_ref_ratio = batch["ref_logprobs"] - logprobs
+    k2 = log_ref_ratio.square() / 2  # (b, T)
+    kl_loss = args.kl_coef * k2.sum() / num_tokens
 
-    ratio = (new_logprobs - old_logprobs).exp()  # (b, T)
-    weight = ratio.masked_fill(rejected.unsqueeze(1), 0.0) * batch["advantages"]
-    loss = -((weight * logprobs).sum(1) / lengths).sum() / num_sequences
-
-    rejected_share = rejected.sum() / num_sequences
-    return loss, {"policy_loss": loss.detach(), "rejected": rejected_share}
+    clip_fraction = (clipped < unclipped).sum() / num_tokens
+    stats = {"policy_loss": clip_loss.detach(), "kl_loss": kl_loss.detach(), "clip_fraction": clip_fraction}
+    return clip_loss + kl_loss, stats
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def all_sum(x):
     """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
     if dist.is_initialized():
         x = x.clone()  # all_reduce works in place
-        dist.all_reduce(x, group=TRAINERS)
+        dist.all_reduce(x)
     return x
 
 
@@ -215,10 +216,22 @@ def log_distribution(logits, temperature):
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
+def call_tool(tool, tokenizer, responses):
+    """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
+    texts = [tokenizer.decode(ids) for ids in responses]  # of no response, batch_decode makes one text
+    try:
+        with ThreadPoolExecutor() as threads:
+            results = list(threads.map(tool, texts))  # in the order of the responses
+    except SystemExit as error:  # which would end the run without a word
+        raise RuntimeError("the tool called sys.exit") from error
+    texts = ["" if result is None else str(result) for result in results]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
 def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
-    Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
+    Returns the first seven tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
     is what was sampled from, so its log-probs are taken here; a forward pass later would differ a bit.
     model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
@@ -235,6 +248,11 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
+    # The ids of a result wait here until their column comes; -1 where the policy samples.
+    tool_ids = torch.full((B, T), -1, device=device)
+    num_calls = torch.zeros(B, dtype=torch.long, device=device)
+    tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
+    call_ends = torch.tensor([*end_ids, *eos.tolist()], device=device)  # tokens that may end a call
     active = torch.arange(B, device=device)  # (b,) the rows without an EOS so far
 
     inputs = model_inputs(prompt_ids, prompt_mask)  # each prompt is read once
@@ -253,11 +271,26 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             logprobs = log_distribution(logits, args.temperature)  # (b, V)
             probs = logprobs.exp()
             tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
+            # A token of a result takes the place of the sampled one.
+            tool_tokens = tool_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
+            tokens = torch.where(tool_tokens < 0, tokens, tool_tokens)
             is_eos = torch.isin(tokens, eos).squeeze(1)  # (b,)
             sequences[active, P + t] = tokens.squeeze(1)
             attention_mask[active, P + t] = 1
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
+            # Rows whose sampled token may end a call ask the tool.
+            may_call = (torch.isin(tokens, call_ends) & (tool_tokens < 0)).squeeze(1)  # (b,)
+            may_call &= (num_calls[active] < args.max_calls) & (t + 1 < T)
+            callers = active[may_call]
+            results = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
+            for row, ids in zip(callers.tolist(), results):
+                ids = ids[: T - t - 1]  # what there is room for
+                tool_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
+                num_calls[row] += len(ids) > 0
+            # An EOS that the tool wrote (column t) or gave a result (column t + 1) does not end a response.
+            has_result = (tool_ids[active, t : t + 2] >= 0).any(1)
+            is_eos &= ~has_result
             truncated[active] = ~is_eos
 
             # Rows with an EOS leave the batch and the cache.
@@ -272,13 +305,15 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
             position_ids = mask.sum(1, keepdim=True) - 1
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
 
+    from_tool = tool_ids >= 0  # (B, T): attended to, but not learned
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
-        "response_mask": attention_mask[:, P:].bool(),
-        "old_logprobs": old_logprobs,
-        "entropy": entropy,
+        "response_mask": attention_mask[:, P:].bool() & ~from_tool,
+        "old_logprobs": old_logprobs.masked_fill(from_tool, 0.0),
+        "entropy": entropy.masked_fill(from_tool, 0.0),
         "truncated": truncated,
+        "num_calls": num_calls,
     }
 
 
@@ -298,7 +333,8 @@ def micro_batches(rollout, indices, size):
 
     The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
     """
-    lengths = rollout["response_mask"][indices].sum(1)
+    T = rollout["response_mask"].shape[1]
+    lengths = rollout["attention_mask"][indices, -T:].sum(1)  # with the tool's results
     for part in indices[lengths.argsort(stable=True)].split(size):
         has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
         batch = {}
@@ -328,68 +364,6 @@ def choose_rows(args, dataset, num_prompts, iteration):
     shuffled = torch.randperm(len(dataset), generator=generator)
     chosen = shuffled.split(num_prompts)[batch_number]
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
-
-
-def send(message, ranks):
-    """Begin to send a dict, without waiting. What it returns must be kept until the message has arrived."""
-    file = io.BytesIO()
-    torch.save(message, file)  # a copy, so the tensors may change
-    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    size = torch.tensor(len(content))
-    sends = []
-    for rank in ranks:
-        with connection(rank):
-            sends += [dist.isend(size, rank), dist.isend(content, rank)]
-    return sends
-
-
-def receive(rank):
-    """Wait for the next dict from a rank. Its tensors are on the CPU."""
-    with connection(rank):
-        size = torch.tensor(0)
-        dist.recv(size, rank)
-        content = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(content, rank)
-    return torch.load(io.BytesIO(content.numpy()), "cpu", weights_only=True)
-
-
-def sample(args, policy, tokenizer, reward, dataset, num_prompts, start, trainers):
-    """What a sampler does: send rollouts to the trainers, and get new weights from the first of them."""
-    # The weights after an update also say that its rollout has arrived: at most n + 1 are on the way.
-    on_the_way = deque(maxlen=args.staleness + 1)
-    for iteration in range(start + 1, args.num_iterations + 1):
-        began = time.time()
-        if iteration - 1 - args.staleness > start:
-            policy.load_state_dict(receive(trainers[0]))  # after update iteration - 1 - n
-        waited = time.time() - began
-
-        # Step 3 of main, with the same random numbers as without trainers
-        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
-        prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
-        prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
-        rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
-        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
-        message = {"rollout": rollout, "random_state": torch.get_rng_state(), "waited": waited}
-        on_the_way.append(send(message, trainers))
-
-    for sends in on_the_way:
-        for work in sends:
-            work.wait()
-
-
-def receive_rollout(device, samplers):
-    """This trainer's part of the responses of all samplers, and how long the first of them has waited."""
-    messages = [receive(rank) for rank in samplers]
-    rollout = {}
-    for name in messages[0]["rollout"]:
-        tensors = [message["rollout"][name] for message in messages]
-        width = max(x.shape[-1] for x in tensors)  # each sampler has padded to its longest prompt
-        padded = [pad(x, (width - x.shape[-1], 0)) for x in tensors]
-        rollout[name] = torch.cat(padded).chunk(WORLD_SIZE)[RANK].to(device)
-    # The random numbers go on where a sampler stopped, as if one rank did both.
-    torch.set_rng_state(messages[RANK % len(messages)]["random_state"])
-    return rollout, messages[0]["waited"]
 
 
 def process_scores(args, scores, truncated):
@@ -435,25 +409,16 @@ def main(args):
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
     reward = load_reward(args, "reward", device)
     eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
+    load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one before training starts
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
+    # Resume the run, or start it. `start` counts the finished iterations.
+    start, log_sizes = load_checkpoint(run_dir, state)
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
-
-    # The last ranks sample until the end; the rest of main is for the trainers.
-    trainers = range(WORLD_SIZE - args.sampler_ranks)
-    samplers = range(len(trainers), WORLD_SIZE)
-    side = samplers if RANK in samplers else trainers
-    split_ranks(args, trainers, side)
-    if side == samplers:
-        sample(args, policy, tokenizer, reward, dataset, num_prompts, start, trainers)
-        dist.destroy_process_group()
-        return
-    on_the_way = deque(maxlen=args.staleness + 1)  # weights, as many as rollouts in sample()
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
     if eval_dataset and start == 0:
@@ -467,9 +432,10 @@ def main(args):
 
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
+        prompt_ids = [row["prompt_ids"] for row in prompt_rows]
+        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
-        rollout, sampler_waited = receive_rollout(device, samplers)
-        trainer_waited = time.time() - began
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
@@ -510,10 +476,6 @@ def main(args):
 
                 grad_norms.append(optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor))
 
-        # New weights for the samplers, unless no rollout is left to be sampled with them
-        if RANK == 0 and iteration + args.staleness < args.num_iterations:
-            on_the_way.append(send(policy.state_dict(), samplers))
-
         # 8. Metrics, over all ranks
         response_tokens = total(rollout["response_mask"])
         seconds = time.time() - began
@@ -527,9 +489,6 @@ def main(args):
             "learning_rate": args.learning_rate * lr_factor,
             "seconds": seconds,
             "tokens_per_second": response_tokens / seconds,
-            "staleness": min(args.staleness, iteration - 1 - start),  # in updates
-            "trainer_waited": trainer_waited,  # seconds, for the rollout
-            "sampler_waited": sampler_waited,  # seconds, for the weights that sampled it
         }
         if reference:
             metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
@@ -537,6 +496,7 @@ def main(args):
             groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
             # The share of prompts whose responses all score the same, so that none is better than another
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
+        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # with a result of the tool
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -589,15 +549,6 @@ def explain(what, remedy):
         check(False, f"{what}: {error!r:.300}; {remedy}")
 
 
-@contextmanager
-def connection(rank):
-    """If a send to the rank or a receive from it fails, end with a message that names it."""
-    try:
-        yield
-    except RuntimeError:
-        check(False, f"rank {rank} has ended; fix its own error, or give the same command again")
-
-
 def autocast(args):
     """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
     device_type = torch.device(args.device).type
@@ -622,15 +573,10 @@ def check_args(args):
     k = args.samples_per_prompt
     least = args.min_samples_per_prompt
     check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
-    samplers = args.sampler_ranks
-    trainers = WORLD_SIZE - samplers
-    check(WORLD_SIZE > 1, "one rank cannot sample and train; start two or more with torchrun")
-    is_split = samplers > 0 and trainers > 0
-    check(is_split, f"--sampler_ranks {samplers}: use 1 to {WORLD_SIZE - 1} of the {WORLD_SIZE} ranks")
-    unit = math.lcm(trainers, samplers) * k
-    multiple = f"use a multiple of {unit}, for {trainers} trainers and {samplers} samplers"
+    unit = WORLD_SIZE * k
+    multiple = f"use a multiple of {unit}, ranks x samples_per_prompt"
     check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: {multiple}")
-    local_batch = args.batch_size // trainers
+    local_batch = args.batch_size // WORLD_SIZE
     divisor = f"use a divisor of {local_batch}, the responses of a rank"
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
     toy_flags = ["learning_rate", "max_response_length"]
@@ -652,19 +598,10 @@ def start_ranks(args):
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
-        backend = "gloo"  # on GPUs too: NCCL does not send in the background
+        backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
         # All ranks wait while one of them computes a slow reward or saves a checkpoint.
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return device
-
-
-def split_ranks(args, trainers, side):
-    """Make the trainers' process group, and count the ranks of this side only, trainers or samplers."""
-    global RANK, WORLD_SIZE, TRAINERS
-    backend = dist.get_default_backend_for_device(args.device)  # such as NCCL
-    TRAINERS = dist.new_group(trainers, timedelta(hours=2), backend)  # a call of all ranks
-    RANK = side.index(RANK)
-    WORLD_SIZE = len(side)
 
 
 def check_ranks_agree(args, others):
@@ -782,10 +719,25 @@ def load_eval_rows(args, policy, tokenizer):
     """The held-out rows, or None. Only the toy has some by default."""
     name = args.eval_dataset
     if args.dataset == Args.dataset and not name:
-        name = "toy/heldout.jsonl"
+        name = "toy/tools/heldout.jsonl"
     if not name or not args.eval_every:
         return None
     return load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer)
+
+
+@lru_cache  # each call of generate needs it
+def load_tool(name, call_end, tokenizer):
+    """The function behind --tool, and the ids of the tokens that contain --call_end."""
+    file, _, function = name.partition(":")
+    check(Path(file).is_file(), f"--tool {name}: there is no file {file}; use file.py:function")
+    functions = runpy.run_path(file)
+    check(function in functions, f"--tool {name}: {file} has no {function!r}; use file.py:function")
+    ids = sorted(tokenizer.get_vocab().values())
+    # Decoded, because a vocabulary may write a space as Ġ
+    texts = tokenizer.batch_decode([[token_id] for token_id in ids])
+    end_ids = [token_id for token_id, text in zip(ids, texts) if call_end in text]
+    check(end_ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
+    return functions[function], end_ids
 
 
 def load_reward(args, flag, device):
@@ -872,7 +824,8 @@ def reward_model(args, flag, device):
 
 def decode(tokenizer, rollout, skip_special_tokens):
     """The texts of the responses."""
-    mask = rollout["response_mask"]
+    T = rollout["response_mask"].shape[1]
+    mask = rollout["attention_mask"][:, -T:].bool()  # the tool's results, too
     responses = rollout["sequences"][:, -mask.shape[1] :]
     without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
     return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)

@@ -2,25 +2,24 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""DPPO: GRPO with a bound on the change of a token's probability in place of the clip of its ratio.
+"""Dr. GRPO: GRPO without the two divisions that bias it, by the group's std and by the response's length.
 
-Penghui Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879, the variant
-Binary-TV. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
-pi_old is the policy that sampled them, pi_theta the policy in training, sg stops the gradient:
+Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783, section
+3.2. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is
+the policy that sampled them, pi_theta the policy in training. With eps = clip_eps and
+L_max = max_response_length:
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
+    A_i   = r_i - mean(r)
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    d_t   = pi_theta(o_t) - pi_old(o_t)               TV distance of the two choices "o_t" and "another token"
-    v_t   = 0 if (A_i > 0 and d_t > delta) or (A_i <= 0 and d_t < -delta), else 1
-    loss  = -1/N_tok sum_i sum_t v_t sg(min(rho_t, max_ratio)) A_i log pi_theta(o_t)
+    loss  = -1/N_seq sum_i 1/L_max sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
 
-N_tok counts the response tokens of one optimizer step over all ranks. A bound on the ratio is tight for a
-rare token and loose for a likely one: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. A bound on the
-difference of the probabilities does the reverse. There is no KL term.
+N_seq counts the responses of one optimizer step over all ranks. L_max is a constant, so a token has the same
+weight in a short response and in a long one. On policy the expected gradient is that of the mean score, times
+(k - 1)/(k L_max); rloo.py's has no such factor. There is no KL term.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
-    python dppo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dppo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/dr_grpo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dr_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -125,37 +124,32 @@ class Args:
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    delta: float = 0.15  # no gradient where the probability has moved by more, in the direction of A
-    max_ratio: float = 20.0  # rho weighs a token with this at most
+    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
+    """Returns {"advantages": (B, T)}: each score minus its group's mean."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+    advantages = (groups - groups.mean(1, keepdim=True)).view(-1, 1)  # (B, 1)
+    return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on the tokens inside the trust region, weighted by their ratio: the mean over tokens.
+    """Clipped objective: a response's sum over tokens / max_response_length, then the mean over responses.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
     advantages = batch["advantages"]
-    old_logprobs = batch["old_logprobs"]
-    change = (logprobs.exp() - old_logprobs.exp()).detach()  # d, (b, T)
-    too_far = torch.where(advantages > 0, change > args.delta, change < -args.delta)
-    ratio = (logprobs - old_logprobs).exp().detach()  # rho, (b, T)
-    weight = ratio.clamp(max=args.max_ratio).masked_fill(too_far, 0.0)
-    loss = -(weight * advantages * logprobs).sum() / num_tokens
+    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
+    loss = -torch.min(unclipped, clipped).sum() / args.max_response_length / num_sequences
 
-    clip_fraction = too_far.sum() / num_tokens
+    clip_fraction = (clipped < unclipped).sum() / num_tokens
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 

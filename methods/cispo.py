@@ -2,24 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-# variant of grpo.py
-"""GRPO with FSDP2: weights, gradients, AdamW and the reference are split over the ranks.
+"""CISPO: GRPO with a clipped weight in place of a clipped objective, so that every token keeps a gradient.
 
-Yanli Zhao et al., "PyTorch FSDP", arXiv 2304.11277; FSDP2 is its second version, in torch. The method is
-grpo.py's, Zhihong Shao et al., "DeepSeekMath", arXiv 2402.03300, Eq. 3 and 4, whose terms grpo.py explains:
+MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585,
+section 3.1. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
+pi_old is the policy that sampled them, pi_theta the policy in training, sg stops the gradient. With
+eps_low = clip_eps_low and eps_high = clip_eps_high:
 
-    loss = 1/N_seq sum_i 1/T_i sum_t [beta k3_t - min(rho_t A_i, clip(rho_t, 1-eps, 1+eps) A_i)]
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
+    rho_t = pi_theta(o_t) / pi_old(o_t)
+    loss  = -1/N_tok sum_i sum_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_i log pi_theta(o_t) (Eq. 4, 5)
 
-Each of N ranks keeps 1/N of every weight, gradient and AdamW state. In the passes for log-probs and updates,
-the weights of a layer are gathered when it runs and dropped after it. To sample, all weights are gathered
-once, in --dtype: ranks finish after different numbers of tokens, so a gather per layer would hang. A rank
-must hold the whole model once, with 2 bytes per weight in bfloat16, in which all layers run, unlike in
-grpo.py. Each rank first loads both models into CPU memory, 8 bytes per weight. The checkpoint and model/ hold
-whole tensors. Left out: to split a reward model, and mps, for which torch has no FSDP.
-`diff grpo.py grpo_fsdp.py` shows FSDP. Train a toy (half a minute, score 0.3 to 0.98), or a model on 8 GPUs:
+N_tok counts the response tokens of one optimizer step over all ranks; in the paper, of a group. The clip of
+grpo.py drops the gradient of a token whose ratio has moved far, often a rare token at a turn of thought; here
+only its weight stops growing. The paper has no lower bound (eps_low = 1) and gives no number for eps_high;
+0.28 is that of dapo.py. There is no KL term.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
-    python grpo_fsdp.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_fsdp.py --model Qwen/Qwen2.5-7B-Instruct \
+    python methods/cispo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/cispo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -53,16 +54,12 @@ import torch.distributed as dist
 import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-# Checkpoints have whole tensors. Not strict: AdamW has no state for weights that nothing uses.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
@@ -88,7 +85,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: of the layers; AdamW stays float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt` is text or chat messages
@@ -127,8 +124,9 @@ class Args:
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
-    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
-    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
+    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
+    clip_eps_low: float = 1.0  # rho weighs a token with 1 - clip_eps_low at least; 1 is no bound
+    clip_eps_high: float = 0.28  # rho weighs a token with 1 + clip_eps_high at most
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -144,27 +142,18 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k3 penalty (Eq. 3, 4): the mean over a response's tokens, then over responses.
+    """REINFORCE with a clipped ratio as the weight (Eq. 4, 5): the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    lengths = batch["response_mask"].sum(1)  # (b,)
     advantages = batch["advantages"]
-
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
-    clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
+    weight = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high).detach()
+    loss = -(weight * advantages * logprobs).sum() / num_tokens
 
-    log_ref_ratio = batch["ref_logprobs"] - logprobs
-    k3 = log_ref_ratio.exp() - 1 - log_ref_ratio  # (b, T), 0 or more
-    kl_loss = args.kl_coef * (k3.sum(1) / lengths).sum() / num_sequences
-
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    stats = {"policy_loss": clip_loss.detach(), "kl_loss": kl_loss.detach(), "clip_fraction": clip_fraction}
-    return clip_loss + kl_loss, stats
+    clip_fraction = (weight != ratio).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -339,55 +328,13 @@ def process_scores(args, scores, truncated):
     return scores
 
 
-def shard(args, model, device):
-    """Split weights and gradients. Each forward or backward pass then needs all ranks, or hangs."""
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    # AdamW updates float32 weights. They are gathered in --dtype, and gradients are summed in float32.
-    dtypes = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    layer_class = transformers.modeling_layers.GradientCheckpointingLayer  # of every decoder layer
-    layers = [part for part in model.modules() if isinstance(part, layer_class)]
-    for part in [*layers, model]:  # the model last: it takes what is in no layer
-        # By default, the model's own part would stay gathered after the forward pass.
-        fully_shard(part, mesh=mesh, mp_policy=dtypes, reshard_after_forward=True)
-        part.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided by counts over all ranks
-        part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
-
-
-def models_and_optimizers(state):
-    """Each model of the state, and its optimizer, which comes next."""
-    parts = list(state.values())
-    return zip(parts[::2], parts[1::2])
-
-
-def shard_all(args, state, reference, device):
-    """Split the trained models and the reference. AdamW, made for whole weights, gets this rank's parts."""
-    for model, optimizer in models_and_optimizers(state):
-        shard(args, model, device)
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-    if reference:
-        shard(args, reference, device)
-
-
-def gather(model):
-    """Give every rank all weights, so that each samples on its own, until `release`."""
-    model.set_reshard_after_forward(False)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.unshard()
-
-
-def release(model):
-    """Keep a part of the weights on each rank again."""
-    model.set_reshard_after_forward(True)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def optimizer_step(args, model, optimizer, learning_rate):
-    """Clip the norm of the gradients, and step. Returns the norm before clipping."""
-    # backward() has summed the gradients over ranks. Each holds a part; full_tensor() is the norm of all.
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor()
+    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # some models have weights that nothing uses
+            parameter.grad = all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
@@ -415,9 +362,9 @@ def main(args):
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
     # Resume the run, or start it. `start` counts the finished iterations.
-    shard_all(args, state, reference, device)  # first, so that each rank loads its parts only
     start, log_sizes = load_checkpoint(run_dir, state)
-    check_ranks_agree(args, {"rows of --dataset": dataset, "checkpoint.pt": log_sizes})
+    weights = [float(weight.detach().sum()) for weight in policy.parameters()]
+    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
 
@@ -434,7 +381,6 @@ def main(args):
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        gather(policy)
         rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
@@ -443,7 +389,6 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
-        release(policy)  # all responses are sampled
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         else:  # with --kl_coef 0 any would do: their weight is 0
@@ -599,11 +544,6 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    check(args.num_iterations > 0, "--num_iterations 0: use 1 or more")  # model/ comes from a checkpoint
-    check(device.type != "mps", "--device mps: torch has no FSDP there; use --device cpu")
-    check(device.index is None, f"--device {args.device}: each rank takes its own; leave out the number")
-    if WORLD_SIZE == 1:  # FSDP needs a process group
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if WORLD_SIZE > 1:
         backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
         # All ranks wait while one of them computes a slow reward or saves a checkpoint.
@@ -652,12 +592,7 @@ def load_model(args, flag, auto_class, device):
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    if wants_reward_model:
-        model.to(device)
-    else:  # stays on the CPU until shard_all: no GPU loads all float32 weights
-        weights = [float(weight.detach().sum()) for weight in model.parameters()]
-        check_ranks_agree(args, {f"weights of {where}": weights})
-    return model.eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def read_rows(where, path, split):
@@ -851,14 +786,12 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     scores = torch.zeros(len(dataset), device=policy.device)
     samples = []
     size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
-    gather(policy)
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
         scores[first : first + len(rows)] = rollout["raw_scores"]
         samples = samples or describe(tokenizer, rows, rollout)
-    release(policy)
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
@@ -902,22 +835,6 @@ def run_lock(run_dir):
     return filelock.FileLock(run_dir / "lock", is_singleton=True)
 
 
-def whole(state):
-    """The whole tensors of models and optimizers, on the CPU of rank 0. Every rank must call it."""
-    states = [get_state_dict(*pair, options=WHOLE) for pair in models_and_optimizers(state)]
-    return dict(zip(state, [part for pair in states for part in pair]))
-
-
-def load_whole(state, checkpoint):
-    """Load whole tensors. Each rank keeps its part."""
-    parts = [checkpoint[name] for name in state]
-    for pair, weights, moments in zip(models_and_optimizers(state), parts[::2], parts[1::2]):
-        missing = pair[0].state_dict().keys() - weights.keys()
-        if missing:  # set_state_dict would say nothing
-            raise KeyError(*missing)
-        set_state_dict(*pair, model_state_dict=weights, optim_state_dict=moments, options=WHOLE)
-
-
 def load_checkpoint(run_dir, state):
     """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
     path = run_dir / "checkpoint.pt"
@@ -925,7 +842,8 @@ def load_checkpoint(run_dir, state):
         return 0, dict.fromkeys(LOGS, 0)
     with explain(path, "restore it, or delete it to start over"):
         checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-        load_whole(state, checkpoint)
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
         say(f"resumes after iteration {checkpoint['iteration']}")
         return checkpoint["iteration"], checkpoint["log_sizes"]
 
@@ -980,9 +898,9 @@ def log(args, run_dir, iteration, metrics, samples):
 
 def save_checkpoint(run_dir, iteration, state):
     """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
-    checkpoint = whole(state)
     if RANK > 0:
         return
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
     checkpoint |= {"iteration": iteration, "log_sizes": {}}
     for name in LOGS:
         with open(run_dir / name, "ab") as file:
@@ -995,13 +913,10 @@ def save_checkpoint(run_dir, iteration, state):
 
 
 def save_model(run_dir, policy, tokenizer):
-    """Write model/, which is complete or absent. The last checkpoint has the whole weights."""
-    weights = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)["policy"]
-    for name in policy.all_tied_weights_keys:
-        del weights[name]  # from_pretrained ties it again
+    """Write model/, which is complete or absent."""
     with replacing(run_dir / "model") as folder:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
-        policy.save_pretrained(folder, state_dict=weights)
+        policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
     run_lock(run_dir).release()

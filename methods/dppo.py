@@ -2,26 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""DAPO: GRPO with a wider upper clip, the mean over tokens, dynamic sampling, a penalty on long responses.
+"""DPPO: GRPO with a bound on the change of a token's probability in place of the clip of its ratio.
 
-Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, section
-3. To each prompt pi_old samples k = samples_per_prompt responses, of T_i tokens, with the scores r_i. With
-L_max = max_response_length, L_cache = overlong_buffer, eps_low = clip_eps_low and eps_high = clip_eps_high:
+Penghui Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879, the variant
+Binary-TV. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
+pi_old is the policy that sampled them, pi_theta the policy in training, sg stops the gradient:
 
-    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                       soft overlong    (Eq. 13)
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_tok sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)          (Eq. 8)
+    d_t   = pi_theta(o_t) - pi_old(o_t)               TV distance of the two choices "o_t" and "another token"
+    v_t   = 0 if (A_i > 0 and d_t > delta) or (A_i <= 0 and d_t < -delta), else 1
+    loss  = -1/N_tok sum_i sum_t v_t sg(min(rho_t, max_ratio)) A_i log pi_theta(o_t)
 
-N_tok counts the tokens of one optimizer step over all ranks; in the paper, of a group. Dynamic sampling
-(Eq. 11): a group of equal raw scores says nothing about the task, and gives way to another prompt. No KL.
-Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
+N_tok counts the response tokens of one optimizer step over all ranks. A bound on the ratio is tight for a
+rare token and loose for a likely one: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. A bound on the
+difference of the probabilities does the reverse. There is no KL term.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
-    python dapo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/dppo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dppo.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a \
-        --overlong_buffer 205
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -124,21 +125,16 @@ class Args:
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps_low: float = 0.2  # no gradient where rho < 1 - clip_eps_low and A < 0
-    clip_eps_high: float = 0.28  # no gradient where rho > 1 + clip_eps_high and A > 0
-    overlong_buffer: int = 8  # L_cache: the score falls by up to 1 over the last so many tokens; 0: off
-    max_rollouts: int = 10  # rollouts sampled at most for one batch, on each rank
+    delta: float = 0.15  # no gradient where the probability has moved by more, in the direction of A
+    max_ratio: float = 20.0  # rho weighs a token with this at most
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score less its overlong penalty, normalized in its group."""
-    excess = rollout["response_mask"].sum(1) - args.max_response_length + args.overlong_buffer  # (B,)
-    penalty = excess.clamp(min=0).to(rollout["scores"]) / max(1, args.overlong_buffer)
-    scores = rollout["scores"] - penalty
-    groups = scores.view(-1, args.samples_per_prompt)  # (prompts, k)
+    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
+    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
     # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
@@ -146,62 +142,21 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (Eq. 8): the mean over tokens.
+    """REINFORCE on the tokens inside the trust region, weighted by their ratio: the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
     advantages = batch["advantages"]
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
-    loss = -torch.min(unclipped, clipped).sum() / num_tokens
+    old_logprobs = batch["old_logprobs"]
+    change = (logprobs.exp() - old_logprobs.exp()).detach()  # d, (b, T)
+    too_far = torch.where(advantages > 0, change > args.delta, change < -args.delta)
+    ratio = (logprobs - old_logprobs).exp().detach()  # rho, (b, T)
+    weight = ratio.clamp(max=args.max_ratio).masked_fill(too_far, 0.0)
+    loss = -(weight * advantages * logprobs).sum() / num_tokens
 
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
+    clip_fraction = too_far.sum() / num_tokens
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
-
-
-def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
-    """Replace groups of equal raw scores by groups of other prompts, up to max_rollouts rollouts (Eq. 11).
-
-    Each rank samples as often as it needs; groups of equal scores fill up what is missing at the end. Returns
-    the batch, its rows of the dataset, and metrics of all that was sampled on all ranks.
-    """
-    check(args.max_rollouts > 0, f"--max_rollouts {args.max_rollouts}: use 1 or more")
-    k = args.samples_per_prompt
-    local_batch = len(rows)
-    num_rollouts = 1
-    while True:
-        groups = rollout["raw_scores"].view(-1, k)
-        is_useful = groups.amax(1) > groups.amin(1)  # one for each group
-        drawn = {id(row) for row in rows}
-        unused = [row for row in dataset if id(row) not in drawn]
-        is_full = is_useful.sum() * k >= local_batch
-        if is_full or num_rollouts == args.max_rollouts or not unused:
-            break
-        num_rollouts += 1
-        order = torch.randperm(len(unused))[: local_batch // k]
-        prompt_rows = [unused[i] for i in order]
-        new = generate(policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], args, k)
-        new_rows = [row for row in prompt_rows for _ in range(k)]
-        new["raw_scores"] = score(reward, tokenizer, new_rows, new)
-        rows = rows + new_rows
-        for name, tensor in rollout.items():
-            responses = [*tensor, *new[name]]
-            if tensor.dim() == 1:  # (B,)
-                rollout[name] = torch.stack(responses)
-            else:  # (B, P+T) or (B, T); only P may differ, so only prompts are padded, on the left
-                rollout[name] = pad_sequence(responses, batch_first=True, padding_side="left")
-
-    count = total(torch.ones_like(rollout["raw_scores"]))
-    metrics = {
-        "score": total(rollout["raw_scores"]) / count,
-        "equal_groups": total(~is_useful) * k / count,
-        "rollouts": count / args.batch_size,
-    }
-    # Responses of useful groups come first. The sort is stable, so that groups stay together.
-    chosen = is_useful.repeat_interleave(k).int().argsort(descending=True, stable=True)[:local_batch]
-    return {name: tensor[chosen] for name, tensor in rollout.items()}, [rows[i] for i in chosen], metrics
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -433,11 +388,6 @@ def main(args):
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
-        # Dynamic sampling
-        rollout, rows, sampling_metrics = dynamic_sampling(
-            args, policy, tokenizer, reward, dataset, rollout, rows
-        )
-
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
@@ -499,9 +449,6 @@ def main(args):
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
-
-        # Of all responses that were sampled, and not only of the batch
-        metrics |= sampling_metrics
 
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations

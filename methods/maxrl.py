@@ -2,24 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""RAFT: several responses per prompt, the best of which is imitated.
+"""MaxRL: GRPO's group with the mean of the scores in place of their std; REINFORCE, no clip.
 
-Hanze Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", arXiv
-2304.06767; as a baseline in arXiv 2402.14740. To each prompt pi_old samples k = samples_per_prompt
-responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
-the frozen --model. With beta = kl_coef:
+Fahim Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. To each prompt pi_old
+samples k = samples_per_prompt responses with the scores r_1 ... r_k, 0 or 1; o_t is token t. pi_theta is
+the same policy with gradient:
 
-    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
-    A_i  = k for the best R of the group, else 0             the first of equals
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        the mean over prompts, since A is k
+    A_i  = (r_i - mean(r)) / mean(r)                   mean of the group; 0 if it is 0
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)  a response is one action: no 1/T, no clip
 
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-There is one step per rollout, so each best response is imitated once. No response gets a negative weight:
-where all fail, the failure with the least KL is imitated. By how much the best was better does not matter.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.94), or a real one on 8 GPUs:
+REINFORCE ascends the pass rate p of a prompt, maximum likelihood ascends log p. This lies in between: the
+expected gradient is sum_j 1/j grad pass@j for j = 1 ... k-1, the series of log p cut off. (The paper's sum
+ends at k; leaving a group without a success at 0 costs one term.) A seldom solved prompt weighs up to k - 1
+times as much as in REINFORCE. There is one step per rollout, since nothing corrects for a policy that has
+moved. There is no KL.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
-    python raft.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 raft.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/maxrl.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/maxrl.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -121,25 +122,24 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, of which the best is imitated
+    samples_per_prompt: int = 8  # k: responses per prompt; their scores must not be negative
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of a response
+    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: k on the tokens of the group's best response, 0 on the others."""
-    rewards = rollout["scores"] - args.kl_coef * rollout["kl"].sum(1)  # (B,)
-    groups = rewards.view(-1, args.samples_per_prompt)  # (prompts, k)
-    best = groups.argmax(1, keepdim=True)  # (prompts, 1), the first of equals
-    advantages = torch.zeros_like(groups).scatter(1, best, args.samples_per_prompt).view(-1, 1)  # (B, 1)
+    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by that mean."""
+    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
+    mean = groups.mean(1, keepdim=True)  # (prompts, 1), the pass rate
+    advantages = ((groups - mean) / mean).masked_fill(mean == 0, 0.0).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Imitation of the best responses: the sum over a response's tokens, then the mean over prompts.
+    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.

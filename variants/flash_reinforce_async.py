@@ -2,30 +2,33 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""GSPO: GRPO with one ratio per response, clipped as a whole; no critic.
+# variant of flash_reinforce.py
+"""FlashREINFORCE, asynchronous: some ranks sample the next rollouts while the others train.
 
-Chujie Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, section 4. To each prompt the
-policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is the policy that sampled
-them, pi_theta the policy in training. With eps_low = clip_eps_low and eps_high = clip_eps_high:
+The last sampler_ranks ranks sample and score, the others train. Each holds the whole model. n is staleness:
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
-    s_i   = exp(1/T_i sum_t log(pi_theta(o_t) / pi_old(o_t)))                                        (Eq. 7)
-    loss  = -1/N_seq sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)                    (Eq. 5)
+    rollout i is sampled with the weights after update i - 1 - n        up to i = n + 1 with the first ones
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. s_i
-is the geometric mean of its tokens' ratios, so close to 1 that the paper clips at 3e-4 and 4e-4. Rounding to
-bfloat16 moves it by more, hence float32 below. A response is clipped with all its tokens or not at all. There
-is no KL, as in the paper's equations.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+With n = 0 the two sides take turns, and the run is that of flash_reinforce.py. With n = 1 they work at the
+same time, on rollout i + 1 and on update i. A larger n helps if some rollouts take longer than others. A
+sampler waits for these weights and takes no newer ones, so a run does not depend on the speed of its ranks.
 
-    python gspo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 gspo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype float32 --gradient_checkpointing --run_dir runs/a
+Rollouts and weights are sent as bytes by gloo, in the background. Trainer 0 keeps up to n + 1 copies of the
+weights until they have arrived. The trainers evaluate. A checkpoint holds no rollouts: a resumed run loses
+the n on the way, and samples its first n + 1 with the checkpoint's weights. With n = 0 it loses nothing.
+The equations are in flash_reinforce.py. The feature: `make diff A=flash_reinforce B=flash_reinforce_async`.
+Left out: new weights in the middle of a response. A toy (sums such as "3 + 5 - 2 ?"), and a model on 8 GPUs:
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 variants/flash_reinforce_async.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/flash_reinforce_async.py --sampler_ranks 4 \
+        --model Qwen/Qwen2.5-1.5B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
+        --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
+        --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
 import copy
+import io
 import json
 import math
 import os
@@ -34,7 +37,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +62,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+TRAINERS = None  # their process group, from split_ranks; None stands for all ranks
 
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
@@ -96,6 +101,9 @@ class Args:
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
+    # Asynchronous sampling
+    sampler_ranks: int = 1  # so many ranks sample, the last ones; the others train
+    staleness: int = 1  # n: updates between the weights that sample a rollout and those trained on it
     # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -121,46 +129,46 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
-    min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
+    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
     kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps_low: float = 3e-4  # no gradient where s < 1 - clip_eps_low and A < 0
-    clip_eps_high: float = 4e-4  # no gradient where s > 1 + clip_eps_high and A > 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    delta: float = 0.003  # no gradient from a response whose mean divergence from pi_old is larger
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
-    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+    """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
+    scores = rollout["scores"]
+    mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
+    advantages = (scores - mean).view(-1, 1)  # (B, 1)
+    return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a ratio per response (Eq. 5): the mean over responses.
+    """REINFORCE with a weight per token and a gate per response: the mean over a response's tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    mask = batch["response_mask"]
-    lengths = mask.sum(1)  # (b,)
-    advantages = batch["advantages"]
+    lengths = batch["response_mask"].sum(1)  # (b,)
+    new_logprobs = logprobs.detach()
+    old_logprobs = batch["old_logprobs"]
 
-    log_ratio = (logprobs - batch["old_logprobs"]) * mask  # (b, T)
-    mean_log_ratio = log_ratio.sum(1) / lengths
-    ratio = mean_log_ratio.exp().view(-1, 1)  # s, (b, 1)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
-    # (b, T): the tokens of a response have the same loss, so its mean over them is the loss of the response.
-    token_losses = -torch.min(unclipped, clipped)
-    loss = (token_losses.sum(1) / lengths).sum() / num_sequences
+    # Off 0 and 1, where the logarithms are infinite. On padding p equals q, and the divergence is 0.
+    p = old_logprobs.exp().clamp(1e-6, 1 - 1e-6)  # (b, T)
+    q = new_logprobs.exp().clamp(1e-6, 1 - 1e-6)
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()  # d, below 0 only by rounding
+    mean_divergence = divergence.clamp(min=0).sum(1) / lengths  # (b,)
+    rejected = mean_divergence > args.delta
 
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+    ratio = (new_logprobs - old_logprobs).exp()  # (b, T)
+    weight = ratio.masked_fill(rejected.unsqueeze(1), 0.0) * batch["advantages"]
+    loss = -((weight * logprobs).sum(1) / lengths).sum() / num_sequences
+
+    rejected_share = rejected.sum() / num_sequences
+    return loss, {"policy_loss": loss.detach(), "rejected": rejected_share}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ def all_sum(x):
     """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
     if dist.is_initialized():
         x = x.clone()  # all_reduce works in place
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=TRAINERS)
     return x
 
 
@@ -322,6 +330,68 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
+def send(message, ranks):
+    """Begin to send a dict, without waiting. What it returns must be kept until the message has arrived."""
+    file = io.BytesIO()
+    torch.save(message, file)  # a copy, so the tensors may change
+    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    size = torch.tensor(len(content))
+    sends = []
+    for rank in ranks:
+        with connection(rank):
+            sends += [dist.isend(size, rank), dist.isend(content, rank)]
+    return sends
+
+
+def receive(rank):
+    """Wait for the next dict from a rank. Its tensors are on the CPU."""
+    with connection(rank):
+        size = torch.tensor(0)
+        dist.recv(size, rank)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, rank)
+    return torch.load(io.BytesIO(content.numpy()), "cpu", weights_only=True)
+
+
+def sample(args, policy, tokenizer, reward, dataset, num_prompts, start, trainers):
+    """What a sampler does: send rollouts to the trainers, and get new weights from the first of them."""
+    # The weights after an update also say that its rollout has arrived: at most n + 1 are on the way.
+    on_the_way = deque(maxlen=args.staleness + 1)
+    for iteration in range(start + 1, args.num_iterations + 1):
+        began = time.time()
+        if iteration - 1 - args.staleness > start:
+            policy.load_state_dict(receive(trainers[0]))  # after update iteration - 1 - n
+        waited = time.time() - began
+
+        # Step 3 of main, with the same random numbers as without trainers
+        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
+        prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
+        prompt_ids = [row["prompt_ids"] for row in prompt_rows]
+        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
+        rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+        message = {"rollout": rollout, "random_state": torch.get_rng_state(), "waited": waited}
+        on_the_way.append(send(message, trainers))
+
+    for sends in on_the_way:
+        for work in sends:
+            work.wait()
+
+
+def receive_rollout(device, samplers):
+    """This trainer's part of the responses of all samplers, and how long the first of them has waited."""
+    messages = [receive(rank) for rank in samplers]
+    rollout = {}
+    for name in messages[0]["rollout"]:
+        tensors = [message["rollout"][name] for message in messages]
+        width = max(x.shape[-1] for x in tensors)  # each sampler has padded to its longest prompt
+        padded = [pad(x, (width - x.shape[-1], 0)) for x in tensors]
+        rollout[name] = torch.cat(padded).chunk(WORLD_SIZE)[RANK].to(device)
+    # The random numbers go on where a sampler stopped, as if one rank did both.
+    torch.set_rng_state(messages[RANK % len(messages)]["random_state"])
+    return rollout, messages[0]["waited"]
+
+
 def process_scores(args, scores, truncated):
     """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
@@ -368,12 +438,22 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
 
-    # Resume the run, or start it. `start` counts the finished iterations.
-    start, log_sizes = load_checkpoint(run_dir, state)
+    start, log_sizes = load_checkpoint(run_dir, state)  # start counts the finished iterations
     weights = [float(weight.detach().sum()) for weight in policy.parameters()]
     check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
     open_run(args, run_dir, log_sizes)
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
+
+    # The last ranks sample until the end; the rest of main is for the trainers.
+    trainers = range(WORLD_SIZE - args.sampler_ranks)
+    samplers = range(len(trainers), WORLD_SIZE)
+    side = samplers if RANK in samplers else trainers
+    split_ranks(args, trainers, side)
+    if side == samplers:
+        sample(args, policy, tokenizer, reward, dataset, num_prompts, start, trainers)
+        dist.destroy_process_group()
+        return
+    on_the_way = deque(maxlen=args.staleness + 1)  # weights, as many as rollouts in sample()
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
     if eval_dataset and start == 0:
@@ -387,10 +467,9 @@ def main(args):
 
         # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
-        prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
-        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+        rollout, sampler_waited = receive_rollout(device, samplers)
+        trainer_waited = time.time() - began
 
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
@@ -431,6 +510,10 @@ def main(args):
 
                 grad_norms.append(optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor))
 
+        # New weights for the samplers, unless no rollout is left to be sampled with them
+        if RANK == 0 and iteration + args.staleness < args.num_iterations:
+            on_the_way.append(send(policy.state_dict(), samplers))
+
         # 8. Metrics, over all ranks
         response_tokens = total(rollout["response_mask"])
         seconds = time.time() - began
@@ -444,6 +527,9 @@ def main(args):
             "learning_rate": args.learning_rate * lr_factor,
             "seconds": seconds,
             "tokens_per_second": response_tokens / seconds,
+            "staleness": min(args.staleness, iteration - 1 - start),  # in updates
+            "trainer_waited": trainer_waited,  # seconds, for the rollout
+            "sampler_waited": sampler_waited,  # seconds, for the weights that sampled it
         }
         if reference:
             metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
@@ -503,6 +589,15 @@ def explain(what, remedy):
         check(False, f"{what}: {error!r:.300}; {remedy}")
 
 
+@contextmanager
+def connection(rank):
+    """If a send to the rank or a receive from it fails, end with a message that names it."""
+    try:
+        yield
+    except RuntimeError:
+        check(False, f"rank {rank} has ended; fix its own error, or give the same command again")
+
+
 def autocast(args):
     """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
     device_type = torch.device(args.device).type
@@ -527,10 +622,15 @@ def check_args(args):
     k = args.samples_per_prompt
     least = args.min_samples_per_prompt
     check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
-    unit = WORLD_SIZE * k
-    multiple = f"use a multiple of {unit}, ranks x samples_per_prompt"
+    samplers = args.sampler_ranks
+    trainers = WORLD_SIZE - samplers
+    check(WORLD_SIZE > 1, "one rank cannot sample and train; start two or more with torchrun")
+    is_split = samplers > 0 and trainers > 0
+    check(is_split, f"--sampler_ranks {samplers}: use 1 to {WORLD_SIZE - 1} of the {WORLD_SIZE} ranks")
+    unit = math.lcm(trainers, samplers) * k
+    multiple = f"use a multiple of {unit}, for {trainers} trainers and {samplers} samplers"
     check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: {multiple}")
-    local_batch = args.batch_size // WORLD_SIZE
+    local_batch = args.batch_size // trainers
     divisor = f"use a divisor of {local_batch}, the responses of a rank"
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
     toy_flags = ["learning_rate", "max_response_length"]
@@ -552,10 +652,19 @@ def start_ranks(args):
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
-        backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
+        backend = "gloo"  # on GPUs too: NCCL does not send in the background
         # All ranks wait while one of them computes a slow reward or saves a checkpoint.
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return device
+
+
+def split_ranks(args, trainers, side):
+    """Make the trainers' process group, and count the ranks of this side only, trainers or samplers."""
+    global RANK, WORLD_SIZE, TRAINERS
+    backend = dist.get_default_backend_for_device(args.device)  # such as NCCL
+    TRAINERS = dist.new_group(trainers, timedelta(hours=2), backend)  # a call of all ranks
+    RANK = side.index(RANK)
+    WORLD_SIZE = len(side)
 
 
 def check_ranks_agree(args, others):

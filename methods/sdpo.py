@@ -1,30 +1,28 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers<5.20", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#                 "vllm==0.32.0"]  # needs transformers < 5.20
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-# variant of grpo.py
-"""GRPO with vLLM: its engine samples in the same process, and gets the weights of the policy before it does.
+"""SDPO: the policy is its own teacher, which has seen a right response to the prompt when it rates a token.
 
-Woosuk Kwon et al., "PagedAttention", arXiv 2309.06180. vLLM has its own kernels, so its probabilities are not
-exactly pi_theta's. The responses come from vLLM, so pi_old is its distribution, and the ratio corrects for
-the difference, except where it is clipped:
+Jonas Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv 2601.20802, section 2. To each
+prompt x the policy pi_old samples k = samples_per_prompt responses; o_t is token t. d is a demonstration: the
+row's column `demonstration`, or else another response of the group that scores success_score or more:
 
-    pi_old(o_t) = softmax(z_t / temperature)[o_t]         z_t: the logits that vLLM computes
-    rho_t       = pi_theta(o_t) / pi_old(o_t)             near 1 before the update
+    A_t  = log pi_old(o_t | x, d) - log pi_old(o_t | x)        0 if there is no demonstration        (Eq. 2)
+    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t | x)      no ratio, no clip                     (Eq. 1)
 
-The equations are in grpo.py; `diff grpo.py grpo_vllm.py` shows vLLM. The metric logprob_difference is the
-mean of |log rho_t| before the update. entropy is an estimate from the sampled tokens, as vLLM does not return
-it. Each rank has an engine with all weights. Left out: an engine over several GPUs, and freeing its memory
-during the update. The toy's heads (16) are too small for vLLM on a CPU, which needs 32 or more. A small model
-(made by data/smollm2.py; its task by data/reversal.py), and a model on 8 GPUs:
+N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 1 is a
+KL over the whole vocabulary; the sampled token has the same expected gradient, with more noise. The score
+only chooses demonstrations: a group without a right response does not train. distill.py has another model as
+teacher. Left out: feedback from the environment, and the paper's moving average of the teacher, without which
+a long run can collapse.
+Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.4 to 0.94), or a real one on 8 GPUs:
 
-    python grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
-        --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/sdpo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/sdpo.py --model Qwen/Qwen2.5-7B-Instruct \
+        --template "{prompt} A correct solution is: {demonstration} Solve the question in your own words." \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --kv_cache_gib 8 \
-        --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -69,8 +67,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   sequences       (B, P+T)  token ids: the prompt, padded on the left; the response, padded on the right
 #   attention_mask  (B, P+T)  1 on prompt and response, 0 on padding
 #   response_mask   (B, T)    True on the tokens that the policy sampled, the EOS included
-#   old_logprobs    (B, T)    log pi_old of each token, from vLLM
-#   entropy         (B, T)    estimated from the sampled token: -old_logprobs
+#   old_logprobs    (B, T)    log pi_old of each token, from the sampling loop
+#   entropy         (B, T)    of the distribution that the token was sampled from
 #   truncated       (B,)      True if the response has no EOS
 #   raw_scores      (B,)      what the reward gives
 #   scores          (B,)      the same after penalty, scale, z-score and clip
@@ -99,7 +97,6 @@ class Args:
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response; one without an EOS by then is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    kv_cache_gib: float = 1.0  # vLLM's keys and values on each rank; sequences that do not fit wait
     # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses instead of --reward
@@ -125,46 +122,52 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
+    model: str = "toy/hinted"  # starting policy, which must be able to use a demonstration: folder or hub id
+    template: str = "{demonstration} {prompt}"  # the text of a prompt with a demonstration
+    success_score: float = 1.0  # a response with this score or more is a demonstration for the others
+    learning_rate: float = 5e-5  # peak learning rate of AdamW; with 2e-4 the toy learns and then collapses
+    samples_per_prompt: int = 8  # k: responses per prompt, which demonstrate to each other
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
-    kl_coef: float = 0.01  # beta: weight of the KL term in the loss
-    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    kl_coef: ClassVar[float] = 0.0  # no KL to the policy before training, so no reference is loaded
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
-    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
-    shifted = groups - groups[:, :1]
-    advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
-    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+    """Returns {"advantages": (B, T)}: how much more likely a token is after a demonstration."""
+    return {"advantages": rollout["teacher_logprobs"] - rollout["old_logprobs"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k3 penalty (Eq. 3, 4): the mean over a response's tokens, then over responses.
+    """REINFORCE: the mean over tokens.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    lengths = batch["response_mask"].sum(1)  # (b,)
-    advantages = batch["advantages"]
+    loss = -(batch["advantages"] * logprobs).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach()}
 
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    clip_losses = -torch.min(unclipped, clipped)  # (b, T)
-    clip_loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
 
-    log_ref_ratio = batch["ref_logprobs"] - logprobs
-    k3 = log_ref_ratio.exp() - 1 - log_ref_ratio  # (b, T), 0 or more
-    kl_loss = args.kl_coef * (k3.sum(1) / lengths).sum() / num_sequences
-
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    stats = {"policy_loss": clip_loss.detach(), "kl_loss": kl_loss.detach(), "clip_fraction": clip_fraction}
-    return clip_loss + kl_loss, stats
+def teach(args, policy, tokenizer, rows, rollout):
+    """Log-probs (B, T) of the responses after a demonstration; old_logprobs for those that have none."""
+    texts = decode(tokenizer, rollout, skip_special_tokens=True)
+    is_right = (rollout["raw_scores"] >= args.success_score).tolist()
+    has_demonstration = torch.zeros(len(rows), dtype=torch.bool, device=policy.device)
+    id_lists = []
+    for i, row in enumerate(rows):
+        first = i - i % args.samples_per_prompt  # of the group
+        others = [texts[j] for j in range(first, first + args.samples_per_prompt) if is_right[j] and j != i]
+        demonstration = row.get("demonstration") or next(iter(others), None)
+        has_demonstration[i] = demonstration is not None
+        id_lists.append(token_ids(tokenizer, with_demonstration(args, row["prompt"], demonstration)))
+    prompt_ids, prompt_mask = left_pad(id_lists, policy.device)
+    T = args.max_response_length
+    sequences = torch.cat([prompt_ids, rollout["sequences"][:, -T:]], dim=1)
+    mask = torch.cat([prompt_mask, rollout["attention_mask"][:, -T:]], dim=1)
+    logprobs = rollout_logprobs(args, policy, rollout | {"sequences": sequences, "attention_mask": mask})
+    logprobs = torch.where(has_demonstration[:, None], logprobs, rollout["old_logprobs"])
+    return {"teacher_logprobs": logprobs, "has_demonstration": has_demonstration}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
@@ -211,53 +214,15 @@ def log_distribution(logits, temperature):
     return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
-def start_engine(args, policy, max_length):
-    """vLLM in this process, with the policy's weights, for sequences of up to max_length tokens."""
-    for name in policy.state_dict():
-        message = f"--model {args.model}: has experts, which kept old weights in vLLM; use a dense model"
-        check(".experts." not in name, message)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: sync_weights passes tensors
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with explain(f"vLLM with --model {args.model}", "install vllm, or change --model or --kv_cache_gib"):
-        import vllm  # after its variables are set
-
-        engine = vllm.LLM(
-            args.model,
-            load_format="dummy",  # random weights, until sync_weights
-            skip_tokenizer_init=True,  # token ids go in and come out
-            dtype=args.dtype,
-            max_model_len=max_length,
-            max_num_seqs=min(4 * args.batch_size // WORLD_SIZE, 1024),  # at once; evaluate() has the most
-            kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.01,  # only checked at the start; kv_cache_memory_bytes sets the size
-            logprobs_mode="processed_logprobs",  # divided by the temperature
-            # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
-            hf_overrides={"tie_word_embeddings": False},
-            enforce_eager=args.device == "cpu",  # no compilation on a CPU
-            distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
-        )
-    return engine
-
-
-def sync_weights(policy):
-    """Copy the policy's weights into its engine, and drop what that has cached with the old ones."""
-    weights = dict(policy.named_parameters(remove_duplicate=False))  # a tied one under both of its names
-    with torch.no_grad():
-        policy.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
-    check(policy.engine.reset_prefix_cache(), "vLLM could not drop prompts cached with the old weights")
-
-
 def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
-    Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. old_logprobs
-    are those that were sampled from, as vLLM computes them, with the weights that the model has now.
+    Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
+    is what was sampled from, so its log-probs are taken here; a forward pass later would differ a bit.
+    model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
-    import vllm  # start_engine has set its variables
-
-    sync_weights(model)
     device = model.device
+    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
     prompt_ids, prompt_mask = left_pad(prompts, device)
     P = prompt_ids.shape[1]
     T = args.max_response_length
@@ -267,40 +232,51 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
     # Made outside of inference_mode, whose tensors the update could not use
     old_logprobs = torch.zeros(B, T, device=device)
+    entropy = torch.zeros_like(old_logprobs)
     truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
+    active = torch.arange(B, device=device)  # (b,) the rows without an EOS so far
 
-    # A seed for each prompt, drawn after main has seeded torch; response j of a prompt gets seed + j.
-    seeds = torch.randint(2**62, (len(prompts),)).tolist()
-    settings = [
-        vllm.SamplingParams(
-            n=samples_per_prompt,
-            seed=seed,
-            temperature=0.0 if greedy else args.temperature,
-            max_tokens=T,
-            stop_token_ids=eos_ids(model, tokenizer),
-            logprobs=0,  # of the sampled token only
-            detokenize=False,
-        )
-        for seed in seeds
-    ]
-    requests = [{"prompt_token_ids": ids} for ids in prompts]
-    results = model.engine.generate(requests, settings, use_tqdm=False)
-    responses = [response for result in results for response in result.outputs]  # B of them
+    inputs = model_inputs(prompt_ids, prompt_mask)  # each prompt is read once
+    cache = Cache(config=model.config)
+    # inference_mode is faster, but under autocast it would cast the weights anew for every token.
+    without_gradients = torch.no_grad() if args.dtype == "bfloat16" else torch.inference_mode()
+    with without_gradients, autocast(args):
+        for t in range(T):
+            output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[:, -1].float()  # (b, V)
+            if t == 0:
+                # All prompts have been read. Copy the logits and the cache of each for its responses.
+                logits = logits[prompt_index]
+                cache.reorder_cache(prompt_index)
 
-    for row, response in enumerate(responses):
-        tokens = response.token_ids
-        logprobs = [step[token].logprob for step, token in zip(response.logprobs, tokens)]
-        sequences[row, P : P + len(tokens)] = torch.tensor(tokens)
-        attention_mask[row, P : P + len(tokens)] = 1
-        old_logprobs[row, : len(tokens)] = torch.tensor(logprobs)
-        truncated[row] = response.finish_reason != "stop"
+            logprobs = log_distribution(logits, args.temperature)  # (b, V)
+            probs = logprobs.exp()
+            tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
+            is_eos = torch.isin(tokens, eos).squeeze(1)  # (b,)
+            sequences[active, P + t] = tokens.squeeze(1)
+            attention_mask[active, P + t] = 1
+            old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
+            entropy[active, t] = torch.special.entr(probs).sum(1)
+            truncated[active] = ~is_eos
+
+            # Rows with an EOS leave the batch and the cache.
+            unfinished = (~is_eos).nonzero().squeeze(1)  # positions in active
+            if len(unfinished) == 0:
+                break
+            if len(unfinished) < len(active):
+                active = active[unfinished]
+                tokens = tokens[unfinished]
+                cache.reorder_cache(unfinished)
+            mask = attention_mask[active, : P + t + 1]
+            position_ids = mask.sum(1, keepdim=True) - 1
+            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
 
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
         "response_mask": attention_mask[:, P:].bool(),
         "old_logprobs": old_logprobs,
-        "entropy": -old_logprobs,
+        "entropy": entropy,
         "truncated": truncated,
     }
 
@@ -394,8 +370,6 @@ def main(args):
     num_prompts = args.batch_size // args.samples_per_prompt
     dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
     eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
-    longest_prompt = max(len(row["prompt_ids"]) for row in dataset + (eval_dataset or []))
-    policy.engine = start_engine(args, policy, longest_prompt + args.max_response_length)
     reward = load_reward(args, "reward", device)
     eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
@@ -424,6 +398,9 @@ def main(args):
         rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
         rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+
+        # The policy rates its responses once more, now with a demonstration in the prompt.
+        rollout |= teach(args, policy, tokenizer, rows, rollout)
 
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
@@ -487,6 +464,8 @@ def main(args):
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
+        metrics["demonstrations"] = total(rollout["has_demonstration"]) / args.batch_size
+
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations
         samples = []
@@ -503,7 +482,6 @@ def main(args):
     # 10. The result, a folder that from_pretrained opens
     if RANK == 0:
         save_model(run_dir, policy, tokenizer)
-    policy.engine.llm_engine.engine_core.shutdown()  # ends the process group, too
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -543,6 +521,13 @@ def autocast(args):
     return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
+class Cache(transformers.DynamicCache):
+    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.to(values.dtype), values, *others)
+
+
 def check_args(args):
     """Refuse numbers that cannot work before anything is loaded."""
     positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
@@ -560,8 +545,6 @@ def check_args(args):
     local_batch = args.batch_size // WORLD_SIZE
     divisor = f"use a divisor of {local_batch}, the responses of a rank"
     check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
-    check(0.01 <= args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0.01 to 2")
-    check(args.kv_cache_gib > 0, f"--kv_cache_gib {args.kv_cache_gib}: use a number above 0")
     toy_flags = ["learning_rate", "max_response_length"]
     if args.device != "cpu":
         toy_flags += ["dtype"]
@@ -660,6 +643,17 @@ def token_ids(tokenizer, prompt):
     if not all(message.get("content") for message in prompt):
         raise ValueError("a message has no content")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+
+
+def with_demonstration(args, prompt, demonstration):
+    """The prompt, with a demonstration, if there is one, in its text or in that of its last message."""
+    if demonstration is None:
+        return prompt
+    check("{demonstration}" in args.template, f"--template {args.template}: add {{demonstration}}")
+    if isinstance(prompt, str):
+        return args.template.format(prompt=prompt, demonstration=demonstration)
+    *others, last = prompt
+    return [*others, last | {"content": with_demonstration(args, last["content"], demonstration)}]
 
 
 def load_rows(args, flag, name, split, policy, tokenizer, min_rows=1):
@@ -856,7 +850,6 @@ def find_run(args):
         old_flags = json.loads(path.read_text())
     may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
     may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
-    may_change += ["kv_cache_gib"]
     if not args.anneal_lr:
         may_change += ["num_iterations"]  # a longer run
     new_flags = vars(args) | {"ranks": WORLD_SIZE}

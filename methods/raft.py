@@ -2,24 +2,24 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""Dr. GRPO: GRPO without the two divisions that bias it, by the group's std and by the response's length.
+"""RAFT: several responses per prompt, the best of which is imitated.
 
-Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783, section
-3.2. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is
-the policy that sampled them, pi_theta the policy in training. With eps = clip_eps and
-L_max = max_response_length:
+Hanze Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", arXiv
+2304.06767; as a baseline in arXiv 2402.14740. To each prompt pi_old samples k = samples_per_prompt
+responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
+the frozen --model. With beta = kl_coef:
 
-    A_i   = r_i - mean(r)
-    rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_seq sum_i 1/L_max sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
+    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
+    A_i  = k for the best R of the group, else 0             the first of equals
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        the mean over prompts, since A is k
 
-N_seq counts the responses of one optimizer step over all ranks. L_max is a constant, so a token has the same
-weight in a short response and in a long one. On policy the expected gradient is that of the mean score, times
-(k - 1)/(k L_max); rloo.py's has no such factor. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
+There is one step per rollout, so each best response is imitated once. No response gets a negative weight:
+where all fail, the failure with the least KL is imitated. By how much the best was better does not matter.
+Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.94), or a real one on 8 GPUs:
 
-    python dr_grpo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dr_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    python methods/raft.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/raft.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
         --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -121,36 +121,31 @@ class Args:
 
     # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
+    samples_per_prompt: int = 8  # k: responses per prompt, of which the best is imitated
     min_samples_per_prompt: ClassVar[int] = 2  # fewer are refused; a ClassVar is not a flag
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps: float = 0.2  # eps: no gain from rho > 1 + eps where A > 0, or from rho < 1 - eps where A < 0
-    num_minibatches: int = 2  # optimizer steps per pass over the rollout
-    update_epochs: int = 1  # passes over the rollout
+    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of a response
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus its group's mean."""
-    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    advantages = (groups - groups.mean(1, keepdim=True)).view(-1, 1)  # (B, 1)
+    """Returns {"advantages": (B, T)}: k on the tokens of the group's best response, 0 on the others."""
+    rewards = rollout["scores"] - args.kl_coef * rollout["kl"].sum(1)  # (B,)
+    groups = rewards.view(-1, args.samples_per_prompt)  # (prompts, k)
+    best = groups.argmax(1, keepdim=True)  # (prompts, 1), the first of equals
+    advantages = torch.zeros_like(groups).scatter(1, best, args.samples_per_prompt).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective: a response's sum over tokens / max_response_length, then the mean over responses.
+    """Imitation of the best responses: the sum over a response's tokens, then the mean over prompts.
 
     logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
     step, so that the losses of its micro-batches and ranks add up.
     """
-    advantages = batch["advantages"]
-    ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
-    loss = -torch.min(unclipped, clipped).sum() / args.max_response_length / num_sequences
-
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+    loss = -(batch["advantages"] * logprobs).sum() / num_sequences
+    return loss, {"policy_loss": loss.detach()}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
