@@ -99,11 +99,11 @@ def write_settings() -> None:
 
 
 def mathml(match: re.Match) -> str:
-    tex = html.unescape(match[2])
-    result = convert(tex, display="block" if match[1] == "div" else "inline")
+    tag, tex = match[1], html.unescape(match[2])
+    result = convert(tex, display="block" if tag == "div" else "inline")
     if "\\" in result:
         raise ValueError(f"latex2mathml does not know a command of {tex}")
-    return result
+    return f'<{tag} class="math">{result}</{tag}>'
 
 
 def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
