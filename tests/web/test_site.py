@@ -113,6 +113,7 @@ def test_keys_go_from_change_to_change_and_unfold_equal_lines(visit):
     assert "grpo" in page.evaluate(words.format("gone")) and "rloo" in page.evaluate(words.format("new"))
     page.locator("#b").select_option("ppo")
     page.wait_for_url("**/compare.html#grpo..ppo")
+    playwright.expect(page.locator("#titles")).to_contain_text("ppo.py")
     assert texts(page, ".hunk .b .line") == diff("grpo", "ppo")[1]
 
 
