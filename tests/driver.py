@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from references import EXTRA
 from resume import without_clock
 from torch.distributed.tensor import DTensor
 
@@ -136,6 +137,7 @@ class Recorder:
             logprobs = self.script.token_logprobs(model, rollout, args.temperature)
         noise = (sequences[:, P:] * torch.arange(1, T + 1)).to(logprobs.dtype).mul(7.1).sin() * 0.3 * mask
         truncated = torch.tensor([response[-1] != 1 for response in responses])
+        rollout |= {name: function(noise) * mask for name, function in EXTRA.items()}
         return rollout | {"old_logprobs": logprobs + noise, "entropy": noise.abs(), "truncated": truncated}
 
     def compute_advantages(self, args, rollout):

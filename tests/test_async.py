@@ -8,8 +8,8 @@ import sys
 from itertools import count
 
 import pytest
+import sync
 import torch
-import variant
 from common import patched
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
@@ -76,7 +76,7 @@ def test_without_staleness_it_is_the_parent(parent, tmp_path):
 @pytest.mark.parametrize("name", ["grpo", "dapo", "distill", "gdpo", "sdpo"])
 def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
     """With a reference, a teacher, further rollouts, or several rewards."""
-    (tmp_path / f"{name}_async.py").write_text(variant.combine(name, ["async"]))
+    (tmp_path / f"{name}_async.py").write_text(sync.combine(name, ["async"]))
     monkeypatch.syspath_prepend(tmp_path)
     run(name, **FLAGS, run_dir=tmp_path / "parent")
     other = importlib.import_module(f"{name}_async")
@@ -85,7 +85,7 @@ def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
 
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
-    """It is the run of one process that keeps old weights, as experiments/staleness.py does."""
+    """It is the run of one process that keeps old weights, as experiments/toy.py does."""
     patched("flash_reinforce", ["delayed"], tmp_path).rename(tmp_path / "delayed.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("STALENESS", "2")

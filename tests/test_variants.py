@@ -1,34 +1,23 @@
-"""tools/variant.py: features merge into scripts, and a script with a feature computes what it does without."""
+"""make variant: features merge into scripts, and a script with a feature computes what it does without."""
 
-import dataclasses
 import importlib
 import subprocess
 import sys
 
 import pytest
 import sync
-import variant
 from conftest import POLICY_SCRIPTS, ROOT
 from resume import without_clock
 from test_siblings import copy_scripts, edit
 from zoo import record, run
 
-FEATURES = ("fsdp", "lora", "tools", "vllm")  # these merge into all scripts; docs/variants.md says which do
-PAIRS = (["lora", "vllm"], ["fsdp", "vllm"], ["tools", "lora"], ["tools", "fsdp"])
-INSERTS = list(sync.INSERTS)
-CHOSEN = [(name, [feature]) for name in POLICY_SCRIPTS for feature in FEATURES]
-CHOSEN += [(name, pair) for name in ("rloo", *INSERTS) for pair in PAIRS]
-ALL = {
-    "_".join([name, *them]): (name, them) for name, them in CHOSEN if name != "distill" or "tools" not in them
-}
+FEATURES = ("fsdp", "lora", "tools", "vllm")  # these merge into all scripts, async into few
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """All that merges, importable, beside a stand-in for vLLM."""
+    """An importable folder beside a stand-in for vLLM."""
     folder = tmp_path_factory.mktemp("variants")
-    for name, (script, chosen) in ALL.items():
-        (folder / f"{name}.py").write_text(variant.combine(script, chosen))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tests" / "stand_in")
         patch.syspath_prepend(folder)
@@ -36,38 +25,56 @@ def folder(tmp_path_factory):
         yield folder
 
 
-def test_all_are_valid_and_formatted(folder):
-    for command in (["format", "--check"], ["check"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", folder]
+def make(folder, name: str, *chosen: str) -> str:
+    """Write a script with these features into the folder. Returns its name."""
+    made = "_".join([name, *chosen])
+    (folder / f"{made}.py").write_text(sync.combine(name, [*chosen]))
+    return made
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_each_feature_merges_into_a_script(name, tmp_path):
+    """Pairs that do not go together stand in sync.REFUSED."""
+    for chosen in (*([feature] for feature in FEATURES), ["lora", "vllm"], ["tools", "fsdp"]):
+        if not any((name, feature) in sync.REFUSED for feature in chosen):
+            make(tmp_path, name, *chosen)
+    for command in (["format", "--check"], ["check", "--ignore=E501"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path]
         result = subprocess.run(ruff, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
 
 
-@pytest.fixture
-def copies(tmp_path):
-    return copy_scripts(tmp_path)
+def test_a_made_variant_says_what_it_is_and_needs():
+    source = sync.combine("rloo", ["lora", "vllm"])
+    assert (
+        "\n# variant of rloo.py with lora, vllm\n" in source and "python variants/rloo_lora_vllm.py" in source
+    )
+    assert '"transformers<' in source and '"peft==' in source and '"vllm==' in source
 
 
-def test_what_does_not_go_together_is_named(copies):
-    for script, chosen in (("distill", ["tools"]), ("remax", ["async"]), ("rloo", ["lora", "fsdp"])):
-        with pytest.raises(ValueError, match=" with "):
-            variant.combine(script, chosen)
+def test_what_does_not_go_together_is_named(tmp_path, capsys):
+    copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    with pytest.raises(ValueError, match=r"(?s)rloo with lora: both .*kl_coef > 1 else None.*= policy if"):
-        variant.combine("rloo", ["lora"], copies)
+    for script, features in (("distill", "tools"), ("remax", "async"), ("rloo", "lora"), ("rloo", "nothing")):
+        assert sync.variant(script, features, copies) == 1
+        assert capsys.readouterr().out.startswith("error: ") and features not in sync.features_of(
+            script, copies
+        )
+    assert not (copies / "variants" / "rloo_lora.py").exists()
 
 
-def test_one_that_stays_in_the_folder_gets_later_edits(copies):
+def test_one_that_stays_in_the_folder_gets_later_edits(tmp_path):
     """make sync makes of it what make variant would make now. It is neither a policy script nor a feature."""
-    kept = {"rloo_lora": ("rloo", ["lora"]), "rloo_lora_vllm": ("rloo_lora", ["vllm"])}
-    for name, how in kept.items():
-        (copies / "variants" / f"{name}.py").write_text(variant.combine(*how, copies))
+    copies = copy_scripts(tmp_path)
+    kept = {"rloo_lora": ("rloo", "lora"), "rloo_lora_vllm": ("rloo_lora", "vllm")}
+    for how in kept.values():
+        assert sync.variant(*how, copies) == 0
     edit(copies / "grpo.py", "    optimizer.zero_grad()\n", "    optimizer.zero_grad()  # edit\n")
     edit(copies / "rloo.py", "    others = ", "    # edit\n    others = ")
     assert sync.sync(copies) == 0
-    for name, how in kept.items():
+    for name, (script, feature) in kept.items():
         text = sync.paths(copies)[name].read_text()
-        assert text.count("# edit\n") == 2 and text == variant.combine(*how, copies)
+        assert text.count("# edit\n") == 2 and text == sync.combine(script, [feature], copies)
     assert sync.policy_scripts(copies) == sync.policy_scripts() and sync.features(copies) == sync.features()
 
 
@@ -76,36 +83,36 @@ def metrics_of(name, folder, **flags):
     return without_clock(folder / name / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("name", ["rloo", *INSERTS])
-def test_lora_begins_as_the_script(name, folder, tmp_path):
+def test_lora_begins_as_the_script(folder, tmp_path):
     """B is 0 at first, and so the metrics of the first iteration are the script's. Later, the reference stays."""
     flags = {"num_iterations": 2, "num_minibatches": 1}
-    has = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
-    flags = {flag: value for flag, value in flags.items() if flag in has}
-    plain, lora = (metrics_of(x, tmp_path, **flags) for x in (name, f"{name}_lora"))
+    plain, lora = (metrics_of(x, tmp_path, **flags) for x in ("ppo", make(folder, "ppo", "lora")))
     for key in plain[0].keys() - {"grad_norm", "critic_grad_norm", "learning_rate"}:
         assert lora[0][key] == pytest.approx(plain[0][key], abs=1e-6), key
-    assert "kl" not in lora[0] or abs(lora[1]["kl"] - lora[0]["kl"]) > 1e-5
+    assert abs(lora[1]["kl"] - lora[0]["kl"]) > 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in INSERTS if f"{name}_tools" in ALL])
+@pytest.mark.parametrize("name", ["gdpo", "ppo"])
 def test_tools_without_a_call_are_the_script(name, folder, tmp_path):
     """What holes in the mask do to advantages and losses, test_estimators.py tests."""
     toy = {"model": "toy/policy", "dataset": "toy/train.jsonl"}
-    plain, tools = (metrics_of(x, tmp_path, **toy) for x in (name, f"{name}_tools"))
+    plain, tools = (metrics_of(x, tmp_path, **toy) for x in (name, make(folder, name, "tools")))
     assert tools == [line | {"calls": 0} for line in plain]
     toy = {"model": "toy/tools/policy", "dataset": "toy/tools/train.jsonl", "max_response_length": 48}
     called = metrics_of(f"{name}_tools", tmp_path / "called", num_iterations=1, **toy)
     assert called[0]["calls"] > 0 and called[0]["logprob_difference"] < 1e-5
 
 
-@pytest.mark.parametrize("name", [*(f"{name}_vllm" for name in INSERTS), "rloo_lora_vllm", "rloo_fsdp_vllm"])
-def test_vllm_samples_with_the_weights_of_now(name, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, chosen", [("dapo", []), ("remax", []), ("rloo", ["lora"]), ("rloo", ["fsdp"])]
+)
+def test_vllm_samples_with_the_weights_of_now(name, chosen, folder, tmp_path, monkeypatch):
     """By a stand-in, with responses that do not depend on who samples: all metrics are the script's, to the end."""
     from vllm import with_a_seed
 
     lines = []
-    for x in (name.replace("_fsdp_vllm", "").replace("_vllm", ""), name):
+    parent = make(folder, name, *chosen) if chosen == ["lora"] else name
+    for x in (parent, make(folder, name, *chosen, "vllm")):
         script = importlib.import_module(x)
         monkeypatch.setattr(script, "generate", with_a_seed(script.generate))
         lines.append(metrics_of(x, tmp_path, num_iterations=3))
@@ -114,9 +121,9 @@ def test_vllm_samples_with_the_weights_of_now(name, folder, tmp_path, monkeypatc
 
 
 def test_fsdp_has_the_gradients_of_the_script(folder, tmp_path):
-    """Statistics are those of all ranks, and the ranks of dapo.py sample different numbers of times."""
+    """Also of a critic, and where the ranks sample different numbers of times."""
     flags = {"batch_size": 32, "max_response_length": 16, "num_iterations": 1, "eval_every": 0}
-    names = [x for name in INSERTS for x in (name, f"{name}_fsdp")]
+    names = [x for name in ("dapo", "ppo") for x in (name, make(folder, name, "fsdp"))]
     results = record(tmp_path, [{"script": x, "sample": True, "flags": flags} for x in names], ranks=2)
     for whole, sharded in zip(results[::2], results[1::2], strict=True):
         for ours, expected in zip(sharded[0]["gradients"], whole[0]["gradients"], strict=True):
@@ -127,6 +134,7 @@ def test_fsdp_has_the_gradients_of_the_script(folder, tmp_path):
 
 
 def test_fsdp_resumes_with_the_critic(folder, tmp_path):
-    whole = metrics_of("ppo_fsdp", tmp_path / "whole")
-    metrics_of("ppo_fsdp", tmp_path, num_iterations=1)
-    assert metrics_of("ppo_fsdp", tmp_path) == whole
+    name = make(folder, "ppo", "fsdp")
+    whole = metrics_of(name, tmp_path / "whole")
+    metrics_of(name, tmp_path, num_iterations=1)
+    assert metrics_of(name, tmp_path) == whole

@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+import sync
 import torch
 import transformers
-import variant
 from conftest import ROOT, launch, words_of
 from resume import without_clock
 from zoo import WORDS, make_model, make_tokenizer, refused, run, save
@@ -96,7 +96,7 @@ def test_seeds(policy):
 @pytest.mark.parametrize("name", ["rloo_lora_vllm", "rloo_fsdp_vllm", "remax_vllm", "ppo_vllm", "dapo_vllm"])
 def test_other_scripts_take_vllm(name, small, tmp_path, monkeypatch):
     """After updates, too, the log-probs are the policy's: vLLM has its weights, with the adapter and all parts."""
-    source = variant.combine(name.split("_")[0], name.split("_")[1:])
+    source = sync.combine(name.split("_")[0], name.split("_")[1:])
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     run(name, **small | {"num_iterations": 3, "run_dir": tmp_path / "run"})

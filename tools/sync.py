@@ -1,9 +1,14 @@
-"""Copy an edit of grpo.py's skeleton into the other scripts: make sync.
+"""What keeps the scripts alike: make sync, make diff and make variant.
+
+    python tools/sync.py                     copy an edit of grpo.py's skeleton into the other scripts
+    python tools/sync.py diff grpo rloo      show how two scripts differ
+    python tools/sync.py variant rloo lora   write variants/rloo_lora.py: rloo.py with the feature of grpo_lora.py
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
-Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. If an edit does
-not merge, the script is named, nothing is written, and the exit code is 1. A variant gets its parent's estimator block,
-and every script the versions of requirements.txt.
+Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. A variant gets
+its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) the functions that it shares with grpo.py, and
+every script the versions of requirements.txt. If an edit does not merge, the script is named, nothing is written, and
+the exit code is 1.
 """
 
 import difflib
@@ -13,17 +18,29 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from textwrap import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "methods", "variants")
+CORE = ["reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
+STAGES = ["sft", "reward_model", "dpo"]
 MARKER = "    # --- estimator: begin"
-# A variant is its parent with a system feature. The marker of one that variant.py made names its features.
+# A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+# Features that do not go together, also where they merge
+REFUSED = {
+    ("remax", "async"): "the trainers would wait for greedy responses of their own",
+    ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
+    ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
+}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
+HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
+FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
 def paths(root: Path = ROOT) -> dict[str, Path]:
@@ -84,7 +101,13 @@ def pin(source: str, requirements: str) -> str:
     return header + end + rest
 
 
-def sync(root: Path) -> int:
+def functions(source: str) -> dict[str, str]:
+    """The text of each function and class at the top level, with its decorators."""
+    return {match[1]: match[0] for match in FUNCTION.finditer(source)}
+
+
+def sync(root: Path = ROOT) -> int:
+    """Carry an edit of grpo.py, or of requirements.txt, into the other scripts. Returns the exit code."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
     scripts, parents = policy_scripts(root), variants(root)
     copies = [name for name in scripts if name != "grpo" and name not in INSERTS]
@@ -101,6 +124,12 @@ def sync(root: Path) -> int:
         docstring, _ = OWN.findall(sources[name])
         _, block = OWN.findall(sources[parents.get(name, name)])
         merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
+    old, new = functions(before), functions(after)
+    for name in STAGES:
+        merged[name] = sources[name]
+        for function, text in functions(sources[name]).items():
+            if text == old.get(function) and function in new:
+                merged[name] = merged[name].replace(text, new[function])
     for name in conflicts:
         print(f"{name}.py: the edit does not merge, or one was made here only; make it by hand in both")
     if conflicts:
@@ -108,15 +137,71 @@ def sync(root: Path) -> int:
         return 1
     requirements = (root / "requirements.txt").read_text()
     for name, source in sources.items():
-        text = pin(merged.get(name, source), requirements)
+        text = pin(merged[name], requirements)
         if text != source:
             paths(root)[name].write_text(text)
             print(f"{name}.py: updated")
     return 0
 
 
+def packages(source: str) -> dict[str, str]:
+    """The packages of a script's inline metadata, with their versions."""
+    return dict(re.findall(r'"(\w+)([=<>][^"]*)"', HEADER.match(source)[0]))
+
+
+def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
+    """The source of a script with more features. A ValueError says why there is none."""
+    sources = {name: path.read_text() for name, path in paths(root).items()}
+    known, parents = features(root), variants(root)
+    if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
+        raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
+    bare = {name: HEADER.sub("", skeleton(sources[name])) for name in (*policy_scripts(root), *parents)}
+    script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
+    text = bare[name]
+    for feature in chosen:
+        for other in (script, *present):
+            reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
+            if reason or other == feature:
+                raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
+        variant, parent = known[feature], parents[known[feature]]
+        text, is_clean = merge(text, bare[parent], bare[variant])
+        if not is_clean:
+            conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
+            raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
+        pins |= {
+            x: pin for x, pin in packages(sources[variant]).items() if pin != packages(sources[parent]).get(x)
+        }
+        present = [*present, feature]
+    if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added
+        text = text.replace("dict(policy.named_parameters(remove_duplicate=False))", "merged_weights(policy)")
+    dependencies = ", ".join(f'"{package}{version}"' for package, version in pins.items())
+    dependencies = fill(f"# dependencies = [{dependencies}]", 110, subsequent_indent="#" + " " * 17)
+    first_lines = sources[name].partition("# dependencies")[0]
+    header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
+    docstring, block = OWN.findall(sources[name])
+    result = "_".join([name, *chosen])
+    docstring = re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 variants/{result}.py", docstring)
+    return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
+
+
 def function_of(source: str, name: str) -> str:
     return re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
+
+
+def print_scripts(*names: str) -> None:
+    """Print a table of scripts, or of all in a folder, with what their docstrings begin with. README.md shows it."""
+    print("\n| script | what it does |\n|---|---|")
+    found = paths()
+    names = [
+        name
+        for x in names
+        for name in ([*found] if x in FOLDERS else [x])
+        if x == name or found[name].parent.name == x
+    ]
+    for name in names:
+        title = re.search(r'^"""(.*)\.$', found[name].read_text(), re.MULTILINE)[1]
+        print(f"| [`{name}.py`]({found[name].relative_to(ROOT)}) | {title} |")
+    print()
 
 
 def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
@@ -127,15 +212,32 @@ def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
 
 
 def diff(a: str, b: str, root: Path = ROOT) -> int:
-    """Show how two scripts differ."""
-    scripts = {path.stem: path.relative_to(root) for path in paths(root).values()}
-    for name in (a, b):
-        if name not in scripts:
-            print(f"error: there is no script {name}; use two of {', '.join(scripts)}")
-            return 2
-    subprocess.run(["git", "diff", "--no-index", "--", scripts[a], scripts[b]], cwd=root)
+    """Show how two scripts differ. Returns the exit code."""
+    found = paths(root)
+    if {a, b} - {*found}:
+        print(f"error: A={a} B={b}: use two of {', '.join(found)}")
+        return 2
+    subprocess.run(
+        ["git", "diff", "--no-index", "--", *(found[name].relative_to(root) for name in (a, b))], cwd=root
+    )
+    return 0
+
+
+def variant(name: str, chosen: str, root: Path = ROOT) -> int:
+    """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
+    path = root / "variants" / f"{'_'.join([name, *chosen.split(',')])}.py"
+    if path.exists():
+        print(f"error: {path.name} exists; delete it to make it anew")
+        return 1
+    try:
+        path.write_text(combine(name, chosen.split(","), root))
+    except ValueError as error:
+        print(f"error: {error}")
+        return 1
+    print(f"{path.relative_to(root)}: make diff A={name} B={path.stem} shows the feature")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(diff(*sys.argv[2:]) if sys.argv[1:] else sync(ROOT))
+    command, *words = sys.argv[1:] or ["sync"]
+    sys.exit({"sync": sync, "diff": diff, "variant": variant}[command](*words))

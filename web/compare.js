@@ -2,7 +2,6 @@
 const $ = (id) => document.getElementById(id);
 const CONTEXT = 3; // equal lines that stay visible before and after a change
 let at; // the change that the keys have reached, or -1
-
 const textOf = (number) => LINES[number].replace(/<[^>]*>/g, "");
 
 /** The lines from first to end of a script, as a column. */
@@ -101,13 +100,14 @@ function show() {
   const isKnown = Object.hasOwn(HUNKS, wanted);
   const [a, b] = isKnown ? wanted.split("..") : ["", ""];
   document.body.classList.toggle("two", isKnown);
-  document.title = isKnown ? wanted : "Compare two scripts";
+  document.title = wanted || "Compare two scripts";
   $("unknown").textContent = isKnown || !wanted ? "" : `There are no two scripts "${wanted}".`;
   [$("a").value, $("b").value] = [a, b];
   if (!isKnown) return;
   const count = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
   $("count").textContent = `${count} lines differ`;
-  const title = ({ path, title }) => `<p><a href="${path}.html">${path}</a> ${title}</p>`;
+  const title = ({ path, title, section }) =>
+    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section}</a></p>`;
   $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
   draw(a, b);
   unfold(false);

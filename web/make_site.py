@@ -111,13 +111,20 @@ def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
     """
+    pages = {path.stem: path.read_text() for path in ROOT.glob("docs/*.md")}
+    sections = {
+        name: page for page, text in pages.items() for name in re.findall(r"^#+ (\w+)$", text, re.MULTILINE)
+    }
     numbers, data = {}, {}
     for name, path in scripts.items():
         source = path.read_text()
         lines = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         own = [numbers.setdefault(line, len(numbers)) for line in lines]
-        data[name] = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "lines": own}
+        section = name if name in sections else name.rpartition("_")[2]  # grpo_lora: lora
+        link = f"{sections[section]}.html#{section}" if section in sections else ""
+        about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": link}
+        data[name] = about | {"lines": own}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
     constants = [
         f"const {key} = {json.dumps(value, separators=(',', ':'))};\n" for key, value in values.items()

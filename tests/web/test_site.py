@@ -5,12 +5,11 @@ import re
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import sync
-from adapters import ours
 from conftest import ROOT
-from make_vectors import make_rollout
+from explain import loss_and_push
+from references import make_rollout
 
 # make test collects the tests of the site, too, and has no playwright.
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs installs playwright")
@@ -126,7 +125,9 @@ def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
         gone, new = diff(*address.partition("#")[2].split(".."))
         assert int(count) == len(gone + new), address
     page.click("#matrix a[href$='#cispo..gspo']")
-    playwright.expect(page.locator("#titles a").first).to_have_text(str(PATHS["cispo"].relative_to(ROOT)))
+    playwright.expect(page.locator("#titles")).to_contain_text(str(PATHS["cispo"].relative_to(ROOT)))
+    page.get_by_text("methods.html#cispo").click()
+    playwright.expect(page.locator("#cispo")).to_be_in_viewport()
 
 
 def test_the_search_works_from_disk(visit):
@@ -167,49 +168,43 @@ def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
 
 
 def random_rollout(seed: int) -> dict:
-    """Six responses to one prompt, to two or to three; every fourth time with equal scores."""
-    rollout = make_rollout(str(seed), (2, 3, 6)[seed % 3], (0.05, 0.8)[seed % 2], 0.0, False, 1)
+    """Groups of two to four responses; every fourth time with equal scores."""
+    rollout = make_rollout(seed, 2 + seed % 3)
+    rollout["response_mask"][:2] = True  # without holes
+    rollout["new_logprobs"] = rollout["old_logprobs"] + (0.02, 0.4)[seed % 2] * rollout["values"]
     if seed % 4 == 3:
-        rollout["scores"] = [0.5] * 6
-    return rollout | {"max_response_length": 8}  # short, so that the penalty of dapo.py acts
+        rollout["scores"][:] = 0.5
+    return rollout
 
 
-def batch_of(rollout: dict) -> dict:
+def batch_of(rollout: dict, sizes: dict) -> dict:
     """The same for estimators.js."""
+    lists = {key: x.tolist() for key, x in rollout.items()}
 
     def response(i: int) -> dict:
-        names = ("old_logprobs", "new_logprobs", "ref_logprobs", "values")
-        old, now, ref, values = (rollout[name][i][: sum(rollout["response_mask"][i])] for name in names)
-        own = {"reward": rollout["scores"][i], "greedy": rollout["greedy_scores"][i], "old": old, "ref": ref}
-        return own | {"teacher": ref, "values": values, "logRatios": [b - a for a, b in zip(old, now)]}
+        names = ("old_logprobs", "new_logprobs", "ref_logprobs", "teacher_logprobs", "values")
+        old, now, ref, teacher, values = (lists[name][i][: sum(lists["response_mask"][i])] for name in names)
+        own = {"reward": lists["scores"][i], "greedy": lists["greedy_scores"][i], "old": old, "ref": ref}
+        return own | {"teacher": teacher, "values": values, "logRatios": [b - a for a, b in zip(old, now)]}
 
-    sizes = {"k": rollout["samples_per_prompt"], "maxLength": rollout["max_response_length"]}
-    return sizes | {"responses": [response(i) for i in range(len(rollout["scores"]))]}
-
-
-ROLLOUTS = [random_rollout(seed) for seed in range(60)]
-
-
-@pytest.fixture(scope="module")
-def results(browser):
-    """What each function of estimators.js returns for each rollout."""
-    page = browser.new_page()
-    page.goto(f"{SITE.as_uri()}/playground.html")
-    batches = [batch_of(rollout) for rollout in ROLLOUTS]
-    return {name: page.evaluate(f"batches => batches.map({name})", batches) for name in PORTS}
+    responses = [response(i) for i in range(len(lists["scores"]))]
+    return {
+        "k": sizes["samples_per_prompt"],
+        "maxLength": sizes["max_response_length"],
+        "responses": responses,
+    }
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_javascript_computes_what_the_script_does(name, results):
+def test_javascript_computes_what_the_script_does(name, visit):
     """Advantages and the gradient of the loss."""
-    script = importlib.import_module(name)
-    for rollout, result in zip(ROLLOUTS, results[name]):
-        case = {key: np.array(x) if isinstance(x, list) else x for key, x in rollout.items()}
-        sizes = {key: rollout[key] for key in ("samples_per_prompt", "max_response_length")}
-        expected, mask = (
-            ours(script)({**case, **vars(script.Args(**sizes))}),
-            case["response_mask"].astype(bool),
-        )
-        for key, sign in (("advantages", 1), ("gradient", -1)):
-            found = np.concatenate(result["weights" if key == "gradient" else key])
-            assert found == pytest.approx(sign * expected[key][mask].numpy(), rel=1e-6, abs=1e-9)
+    script, page = importlib.import_module(name), visit("playground.html")
+    for seed in range(60):
+        rollout, sizes = random_rollout(seed), {"samples_per_prompt": 2 + seed % 3, "max_response_length": 12}
+        result = page.evaluate(name, batch_of(rollout, sizes))
+        args, mask = script.Args(**sizes), rollout["response_mask"]
+        rollout |= script.compute_advantages(args, rollout)
+        _, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], len(mask), mask.sum().item())
+        for found, expected in (("advantages", rollout["advantages"]), ("weights", push)):
+            found = [x for row in result[found] for x in row]
+            assert found == pytest.approx(expected[mask].tolist(), rel=1e-6, abs=1e-9)
