@@ -1,6 +1,7 @@
 """The site, opened from disk in a browser without a network, and web/estimators.js against the scripts."""
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -177,34 +178,42 @@ def random_rollout(seed: int) -> dict:
     return rollout
 
 
-def batch_of(rollout: dict, sizes: dict) -> dict:
+def batch_of(rollout: dict) -> dict:
     """The same for estimators.js."""
-    lists = {key: x.tolist() for key, x in rollout.items()}
+    rows = {key: x.tolist() for key, x in rollout.items()}
 
     def response(i: int) -> dict:
-        names = ("old_logprobs", "new_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-        old, now, ref, teacher, values = (lists[name][i][: sum(lists["response_mask"][i])] for name in names)
-        own = {"reward": lists["scores"][i], "greedy": lists["greedy_scores"][i], "old": old, "ref": ref}
-        return own | {"teacher": teacher, "values": values, "logRatios": [b - a for a, b in zip(old, now)]}
+        names = ("old_logprobs", "new_logprobs", "ref_logprobs", "values")
+        old, now, ref, values = (rows[name][i][: sum(rows["response_mask"][i])] for name in names)
+        own = {"reward": rows["scores"][i], "greedy": rows["greedy_scores"][i], "old": old, "values": values}
+        return own | {"ref": ref, "teacher": ref, "logRatios": [b - a for a, b in zip(old, now)]}
 
-    responses = [response(i) for i in range(len(lists["scores"]))]
-    return {
-        "k": sizes["samples_per_prompt"],
-        "maxLength": sizes["max_response_length"],
-        "responses": responses,
-    }
+    count = len(rows["scores"])
+    return {"k": count // 4, "maxLength": 12, "responses": [response(i) for i in range(count)]}
+
+
+@pytest.fixture(scope="module")
+def results(browser):
+    """What each function of estimators.js returns for each rollout."""
+    page = browser.new_page()
+    page.goto(f"{SITE.as_uri()}/playground.html")
+    text = json.dumps([batch_of(random_rollout(seed)) for seed in range(60)])  # playwright is slow with lists
+    compute = "text => JSON.stringify(JSON.parse(text).map({}))"
+    return {name: json.loads(page.evaluate(compute.format(name), text)) for name in PORTS}
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_javascript_computes_what_the_script_does(name, visit):
+def test_javascript_computes_what_the_script_does(name, results):
     """Advantages and the gradient of the loss."""
-    script, page = importlib.import_module(name), visit("playground.html")
-    for seed in range(60):
-        rollout, sizes = random_rollout(seed), {"samples_per_prompt": 2 + seed % 3, "max_response_length": 12}
-        result = page.evaluate(name, batch_of(rollout, sizes))
-        args, mask = script.Args(**sizes), rollout["response_mask"]
+    script = importlib.import_module(name)
+    for seed, result in enumerate(results[name]):
+        rollout = random_rollout(seed)
+        args, mask = (
+            script.Args(samples_per_prompt=2 + seed % 3, max_response_length=12),
+            rollout["response_mask"],
+        )
         rollout |= script.compute_advantages(args, rollout)
         _, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], len(mask), mask.sum().item())
-        for found, expected in (("advantages", rollout["advantages"]), ("weights", push)):
-            found = [x for row in result[found] for x in row]
+        for key, expected in (("advantages", rollout["advantages"]), ("weights", push)):
+            found = [x for row in result[key] for x in row]
             assert found == pytest.approx(expected[mask].tolist(), rel=1e-6, abs=1e-9)
