@@ -107,7 +107,7 @@ function show() {
   const count = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
   $("count").textContent = `${count} lines differ`;
   const title = ({ path, title, section }) =>
-    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section}</a></p>`;
+    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section && "more"}</a></p>`;
   $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
   draw(a, b);
   unfold(false);

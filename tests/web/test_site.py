@@ -127,7 +127,7 @@ def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
         assert int(count) == len(gone + new), address
     page.click("#matrix a[href$='#cispo..gspo']")
     playwright.expect(page.locator("#titles")).to_contain_text(str(PATHS["cispo"].relative_to(ROOT)))
-    page.get_by_text("methods.html#cispo").click()
+    page.click("#titles a[href='methods.html#cispo']")
     playwright.expect(page.locator("#cispo")).to_be_in_viewport()
 
 
