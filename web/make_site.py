@@ -32,7 +32,7 @@ TEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.
 
 def hunks(a: Path, b: Path) -> list[list[int]]:
     """What `make diff` shows, as [first, end) of the lines of a and of b, counted from 0."""
-    command = ["git", "diff", "--no-index", "--no-color", "--unified=0", "--", a, b]
+    command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", "--unified=0", "--", a, b]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = []
     for groups in HUNK.findall(output):
@@ -111,24 +111,20 @@ def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
     """
-    pages = {path.stem: path.read_text() for path in ROOT.glob("docs/*.md")}
-    sections = {
-        name: page for page, text in pages.items() for name in re.findall(r"^#+ (\w+)$", text, re.MULTILINE)
-    }
-    numbers, data = {}, {}
+    sections, numbers, data = {}, {}, {}
+    for path in ROOT.glob("docs/*.md"):
+        for heading in re.findall(r"^#+ (\w+)$", path.read_text(), re.MULTILINE):
+            sections[heading] = f"{path.stem}.html#{heading}"
     for name, path in scripts.items():
         source = path.read_text()
         lines = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         own = [numbers.setdefault(line, len(numbers)) for line in lines]
-        section = name if name in sections else name.rpartition("_")[2]  # grpo_lora: lora
-        link = f"{sections[section]}.html#{section}" if section in sections else ""
-        about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": link}
+        section = sections.get(name) or sections.get(name.rpartition("_")[2], "")  # grpo_lora: lora
+        about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": section}
         data[name] = about | {"lines": own}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
-    constants = [
-        f"const {key} = {json.dumps(value, separators=(',', ':'))};\n" for key, value in values.items()
-    ]
+    constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())
     (WORK / "pages" / "assets" / "data.js").write_text("".join(constants))
 
 
@@ -138,15 +134,13 @@ def main() -> None:
     scripts = dict(sorted(sync.paths().items(), key=lambda item: readme.find(f"| [`{item[0]}.py`]")))
     differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     write_pages(scripts)
+    matrix = matrix_of(list(scripts), differences)
     options = "".join(f"<option>{name}</option>" for name in scripts)
-    text = (WEB / "compare.html").read_text().replace("{options}", options)
-    (WORK / "pages" / "compare.md").write_text(
-        text.replace("{matrix}", matrix_of(list(scripts), differences))
-    )
+    text = (WEB / "compare.html").read_text().replace("{matrix}", matrix).replace("{options}", options)
+    (WORK / "pages" / "compare.md").write_text(text)
     shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
-    shutil.copytree(
-        WEB, WORK / "pages" / "assets", ignore=shutil.ignore_patterns("*.py", "*.html", "*.yml", "__*")
-    )
+    others = shutil.ignore_patterns("*.py", "*.html", "*.yml", "__*")
+    shutil.copytree(WEB, WORK / "pages" / "assets", ignore=others)
     write_data(scripts, differences)
     write_settings()
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", WORK / "zensical.yml"]

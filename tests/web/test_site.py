@@ -73,7 +73,7 @@ def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
 
 def diff(a, b):
     """The lines that `make diff` takes out of a, and those that it puts into b."""
-    command = ["git", "diff", "--no-index", "--no-color", PATHS[a], PATHS[b]]
+    command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", PATHS[a], PATHS[b]]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n@@")[2].splitlines()
     return [line[1:] for line in lines if line[:1] == "-"], [line[1:] for line in lines if line[:1] == "+"]
 
