@@ -55,7 +55,7 @@ test-real: .venv/scripts .venv/group-test .venv/group-test-real
 	.venv/bin/python -m pytest -n 0 -m real
 
 # make docs: build the site; open site/index.html.   make test-docs: build it and test it in a browser.
-docs: .venv/group-docs web/node_modules
+docs: .venv/group-docs
 	.venv/bin/python web/make_site.py
 
 test-docs: docs .venv/group-web .venv/scripts
@@ -94,11 +94,6 @@ diff:
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-vllm/bin/python -m pip install --quiet --group vllm
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
-
-web/node_modules: web/package-lock.json
-	@command -v npm > /dev/null || { echo "make docs needs npm: install Node.js 20 or later"; exit 1; }
-	cd web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
 .PHONY: demo test format tables stale vectors test-long test-vllm real test-real docs test-docs variant sync diff
