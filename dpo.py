@@ -14,9 +14,9 @@ Bradley-Terry loss of reward_model.py is one of the policy, over pairs of a chos
 
 N counts the pairs of one optimizer step over all ranks; EOS is a token of its response, nothing is divided by
 the length. pi_ref is --model: its log-probs are computed at the start, so that one model is in memory.
-Nothing is sampled: the policy learns from given responses. The policy scripts, with a reward model of the
-same pairs, let it learn from its own mistakes. Left out: LoRA, sharded models. Train a toy model
-(half a minute, held-out loss 0.69 to 0.66, accuracy 0.83), or a real one on 8 GPUs:
+Nothing is sampled; the policy scripts, with a reward model of the same pairs, let a policy learn from its own
+mistakes. Left out: LoRA, sharded models. Train a toy model (half a minute, held-out loss 0.69 to 0.66,
+accuracy 0.83), or a real one on 8 GPUs:
 
     python dpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -356,8 +356,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         other_prompt, rejected = split_response(row.get("prompt"), row.get("rejected"))
         is_pair = prompt and prompt == other_prompt and None not in (chosen, rejected)
         check(is_pair, f"{flag}: row {number} needs `chosen` and `rejected`, responses to one `prompt`")
-        row["prompt"] = prompt
-        row["prompt_length"] = len(token_ids(tokenizer, prompt))
+        row |= {"prompt": prompt, "prompt_length": len(token_ids(tokenizer, prompt))}
         row["chosen_ids"] = encode(tokenizer, prompt, chosen)[: args.max_length]
         row["rejected_ids"] = encode(tokenizer, prompt, rejected)[: args.max_length]
         row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))

@@ -97,7 +97,7 @@ def encode(tokenizer, prompt, response):
     return ids
 
 
-def score(args, model, batch):
+def pair_scores(args, model, batch):
     """Scores (2, b) of chosen and rejected texts: the output of the head at the last token of each."""
     with autocast(args):
         # No attention mask: padding on the right is not attended to.
@@ -193,7 +193,7 @@ def main(args):
         step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
         step_scores = []
         for part, batch in micro_batches(args, dataset, indices):
-            batch_scores = score(args, model, batch)  # (2, b)
+            batch_scores = pair_scores(args, model, batch)  # (2, b)
             chosen, rejected = batch_scores
             loss = preference_loss(chosen - batch["margins"], rejected)
             loss = loss + args.center_rewards_coefficient * (chosen + rejected).square().mean()
@@ -283,6 +283,7 @@ def autocast(args):
 
 def load_model(args):
     """A model with a head of one output and float32 weights, in eval mode, and its tokenizer."""
+    transformers.utils.logging.set_verbosity_error()  # else it reports a new head
     transformers.utils.logging.disable_progress_bar()
     # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
@@ -375,7 +376,7 @@ def evaluate(args, run_dir, iteration, model, dataset):
     """Loss, margin and accuracy on held-out pairs, over all ranks. Prints and logs the scores of three."""
     scores = torch.zeros(2, len(dataset), device=args.device)
     for part, batch in micro_batches(args, dataset, range(len(dataset))):
-        scores[:, part] = score(args, model, batch)
+        scores[:, part] = pair_scores(args, model, batch)
     chosen, rejected = all_sum(scores)  # each rank has filled in its part
     margins = torch.tensor([row["margin"] for row in dataset], device=args.device)
     metrics = {
