@@ -337,8 +337,8 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward)
-    eval_reward = load_reward(args, args.eval_reward) if args.eval_reward else reward
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # `start` counts the finished iterations
@@ -455,10 +455,7 @@ def check(condition, message):
 def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out prompts by default."""
     k = args.samples_per_prompt
-    check(
-        k >= args.min_samples_per_prompt,
-        f"--samples_per_prompt {k}: use {args.min_samples_per_prompt} or more",
-    )
+    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt}")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
     check(
         args.batch_size % unit == 0,
@@ -546,10 +543,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     say(summary)
     needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
     limit = getattr(policy.config, "max_position_embeddings", needed)
-    check(
-        needed <= limit,
-        f"--max_response_length {args.max_response_length}: {needed} with a prompt, the model takes {limit}",
-    )
+    check(needed <= limit, f"--max_response_length: {needed} tokens with a prompt, the model takes {limit}")
     return kept
 
 
@@ -561,16 +555,19 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer=(None,), **columns):
+def exact_answer(completions, answer, **columns):
     """A reward: 1 if the text after the last "answer" (all of it without one) equals the column `answer`."""
-    check(None not in answer, "--reward exact_answer: a row has no `answer`; give one, or use another reward")
-    pairs = zip(completions, answer)
-    return [float(text.rpartition("answer")[2].strip() == str(right).strip()) for text, right in pairs]
+    return [
+        float(text.rpartition("answer")[2].strip() == str(right).strip())
+        for text, right in zip(completions, answer)
+    ]
 
 
-def load_reward(args, name):
+def load_reward(args, name, rows):
     """A function of the lists prompts, completions, truncated and other columns: a score per completion."""
     if name == "exact_answer":
+        has_answers = all(row.get("answer") is not None for row in rows)
+        check(has_answers, "--reward exact_answer: a row has no `answer`; fill it in, or use another reward")
         return exact_answer
     if ".py:" in name:
         file, function = name.split(":")
@@ -612,13 +609,15 @@ def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
     columns = {name: [row.get(name) for row in rows] for name in rows[0]}
     columns["prompts"] = columns.pop("prompt")
-    columns["completions"] = tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True)
     try:
-        # Copies, so that a reward cannot change the dataset
-        scores = reward(truncated=rollout["truncated"].tolist(), **copy.deepcopy(columns))
+        scores = reward(
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **copy.deepcopy(columns),  # so that a reward cannot change the dataset
+        )
     except SystemExit as error:  # which would end the run without a word
         raise RuntimeError("the reward called sys.exit") from error
-    scores = rollout["truncated"].new_tensor(scores, dtype=torch.float32)
+    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
     check(
         scores.shape == (len(rows),) and scores.isfinite().all(),
         f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion, not {scores}",
@@ -695,7 +694,7 @@ def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
     shown = ("kl", "equal_groups", "tokens_per_second")
     texts = [f"   {name} {metrics[name]:.3f}" for name in metrics if "score" in name or name in shown]
-    say(f"iteration {iteration:4}" + "".join(texts))
+    say(f"iteration {iteration:4}{''.join(texts)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
