@@ -462,9 +462,7 @@ def check_args(args):
         f"--batch_size {args.batch_size}: use a multiple of {unit}, for ranks, groups and --num_minibatches",
     )
     check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
-    if args.model == Args.model:
-        check(Path(args.model).exists(), f"--model {args.model}: start in the repository, or use another one")
-    elif args.learning_rate == Args.learning_rate:
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-6")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
@@ -490,11 +488,14 @@ def autocast(args):
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, info = auto_class.from_pretrained(
-        name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-    )
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
     # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
     found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
     is_reward_model = "SequenceClassification" in found
@@ -620,7 +621,7 @@ def score(reward, tokenizer, rows, rollout):
     scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
     check(
         scores.shape == (len(rows),) and scores.isfinite().all(),
-        f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion, not {scores}",
+        f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion",
     )
     return scores
 
