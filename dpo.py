@@ -12,11 +12,11 @@ Bradley-Terry loss of reward_model.py is one of the policy, over pairs of a chos
     h(o) = beta sum_t log(pi_theta(o_t) / pi_ref(o_t))          the implicit reward      (section 4)
     loss = -1/N sum_i log sigmoid(h(c_i) - h(r_i))                                       (Eq. 7)
 
-N counts the pairs of one optimizer step over all ranks; EOS is a token of its response, nothing is divided by
-the length. pi_ref is --model: its log-probs are computed at the start, so that one model is in memory.
+N counts the pairs of one optimizer step over all ranks. EOS is a token of its response, and nothing is divided
+by the length. pi_ref is --model: its log-probs are computed once, at the start, so that one model is in memory.
 Nothing is sampled; the policy scripts, with a reward model of the same pairs, let a policy learn from its own
-mistakes. Left out: LoRA, sharded models. Train a toy model (half a minute, held-out loss 0.69 to 0.66,
-accuracy 0.83), or a real one on 8 GPUs:
+mistakes. Left out: dropout, LoRA, sharded models. Train a toy model (half a minute, held-out loss 0.69 to
+0.66, accuracy 0.83), or a real one on 8 GPUs:
 
     python dpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -96,7 +96,8 @@ def encode(tokenizer, prompt, response):
 
 def response_logprobs(model, batch):
     """Log-probs (2, b) of chosen and rejected responses, summed over their tokens."""
-    columns = batch["response_mask"].any(0).nonzero()[:, 0]  # (T,) those with tokens of a response
+    # Logits take the most memory, so they are computed only where some row has a token of a response.
+    columns = batch["response_mask"].any(0).nonzero()[:, 0]  # (T,)
     tokens = batch["input_ids"][:, columns]  # (2b, T)
     mask = batch["response_mask"][:, columns]
     # A token's logits are one position earlier. No attention mask: padding on the right is not attended to.
@@ -136,13 +137,10 @@ def choose_rows(args, dataset, iteration):
 
 
 def micro_batches(args, dataset, indices):
-    """Yield this rank's share of the indices in parts of pairs of similar lengths, and their tensors.
-
-    input_ids, response_mask (2b, L): chosen, then rejected texts, padded on the right
-    """
-    own = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
-    for first in range(0, len(own), args.micro_batch_size):
-        part = own[first : first + args.micro_batch_size]
+    """Yield parts of this rank's indices, and input_ids and response_mask (2b, L): chosen, then rejected."""
+    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
         rows = [dataset[i] for i in part]
         texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
         prompt_lengths = 2 * [row["prompt_length"] for row in rows]
@@ -195,7 +193,7 @@ def main(args):
     for iteration in range(start + 1, num_iterations + 1):
         began = time.time()
 
-        # 3. Batch: the pairs of this optimizer step, those of other ranks too
+        # 3. Batch: the pairs of this optimizer step, over all ranks
         indices = choose_rows(args, dataset, iteration)
 
         # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
@@ -268,9 +266,7 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
     unit = f"a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use {unit}")
-    if args.model == Args.model:
-        check(Path(args.model).exists(), f"--model {args.model}: start in the repository, or use another one")
-    elif args.learning_rate == Args.learning_rate:
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/preferences_heldout.jsonl"
@@ -296,11 +292,14 @@ def autocast(args):
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, info = auto_class.from_pretrained(
-        name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-    )
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
     # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
     found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
     is_reward_model = "SequenceClassification" in found

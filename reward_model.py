@@ -13,7 +13,7 @@ output learns the scores by maximum likelihood:
 N counts the pairs of one optimizer step over all ranks. The second term keeps the scores near 0, since the
 first sees differences only (arXiv 2312.09244, Eq. 2). The score is read at the last token: EOS, unless
 --max_length cuts it off. Texts are tokenized as in the policy scripts; chats go through the chat template.
-AutoModelForSequenceClassification opens the result, with the same scores. Left out: LoRA, sharded models.
+AutoModelForSequenceClassification opens the result, with the same scores. Left out: dropout, LoRA, sharded models.
 Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
 
     python reward_model.py
@@ -133,9 +133,9 @@ def micro_batches(args, dataset, indices):
     input_ids (2b, L): chosen, then rejected texts, padded on the right. last (2b,): where each text ends.
     margins (b,)
     """
-    own = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
-    for first in range(0, len(own), args.micro_batch_size):
-        part = own[first : first + args.micro_batch_size]
+    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
         rows = [dataset[i] for i in part]
         texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
         batch = {
@@ -182,7 +182,7 @@ def main(args):
     for iteration in range(start + 1, num_iterations + 1):
         began = time.time()
 
-        # 3. Batch: the pairs of this optimizer step, those of other ranks too
+        # 3. Batch: the pairs of this optimizer step, over all ranks
         indices = choose_rows(args, dataset, iteration)
 
         # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
@@ -256,9 +256,7 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
     unit = f"a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use {unit}")
-    if args.model == Args.model:
-        check(Path(args.model).exists(), f"--model {args.model}: start in the repository, or use another one")
-    elif args.learning_rate == Args.learning_rate:
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/preferences_heldout.jsonl"
@@ -285,12 +283,16 @@ def load_model(args):
     """A model with a head of one output and float32 weights, in eval mode, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()  # else it reports a new head
     transformers.utils.logging.disable_progress_bar()
-    # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
-    options = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
-    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-        args.model, num_labels=1, dtype=torch.float32, **options
-    )
+    options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+            args.model, num_labels=1, trust_remote_code=False, **options
+        )
+    except OSError as error:
+        remedy = "use a folder (toy/ is in the repository) or a hub id"
+        check(False, f"--model {args.model}: {remedy}; {error!r:.200}")
     # transformers makes up missing weights, which is right for those of a new head only.
     missing = set(info["missing_keys"])
     check(missing <= {"score.weight"}, f"--model {args.model}: lacks {missing}; use a causal LM")

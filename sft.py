@@ -10,8 +10,8 @@ Long Ouyang et al., "InstructGPT", arXiv 2203.02155, section 3.5. With a prompt 
 
 over the tokens of completions and the EOS that ends each, not over prompts and padding. N_tok counts them in
 one optimizer step over all ranks. Prompt and completion are tokenized apart, since a policy is later given a
-prompt's tokens alone; of a chat the last message is learned. Left out: packing, LoRA, sharded models, tools.
-Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
+prompt's tokens alone; of a chat the last message is learned. Left out: dropout, packing, LoRA, sharded
+models, tools. Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
 
     python sft.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B \
@@ -83,12 +83,13 @@ def encode(tokenizer, prompt, completion):
 
 def completion_loss(model, batch, num_tokens):
     """-log pi_theta of the completion tokens, summed, and divided by num_tokens of the optimizer step."""
-    columns = batch["completion_mask"].any(0).nonzero()[:, 0]  # (T,) those with tokens to learn
+    # Logits take the most memory, so they are computed only where a token of some row is learned.
+    columns = batch["completion_mask"].any(0).nonzero()[:, 0]  # (T,)
     tokens = batch["input_ids"][:, columns]  # (b, T)
     mask = batch["completion_mask"][:, columns]
     # A token's logits are one position earlier. No attention mask: padding on the right is not attended to.
     output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=columns - 1)
-    logits = output.logits[mask].to(model.dtype)  # (N, V); under autocast they may be bfloat16
+    logits = output.logits[mask].to(model.dtype)  # (tokens to learn, V); under autocast they may be bfloat16
     return torch.nn.functional.cross_entropy(logits, tokens[mask], reduction="sum") / num_tokens
 
 
@@ -116,9 +117,9 @@ def choose_rows(args, dataset, iteration):
 
 def micro_batches(args, rows):
     """Yield this rank's share of the rows, in tensors (b, L) of similar lengths, padded on the right."""
-    own_rows = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
-    for first in range(0, len(own_rows), args.micro_batch_size):
-        part = own_rows[first : first + args.micro_batch_size]
+    share = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
         batch = {}
         for name in ["input_ids", "completion_mask"]:
             tensors = [torch.tensor(row[name]) for row in part]
@@ -151,7 +152,7 @@ def main(args):
     num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 4
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-    run_dir, start = open_run(args, state, examples)  # start: the iterations so far
+    run_dir, start = open_run(args, state, examples)  # `start` counts the finished iterations
     say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
 
     # 2. Evaluation on held-out examples, before the first iteration; the later evaluations are in step 6
@@ -162,7 +163,7 @@ def main(args):
     for iteration in range(start + 1, num_iterations + 1):
         began = time.time()
 
-        # 3. Batch: the examples of this optimizer step, those of other ranks too, and the tokens to learn
+        # 3. Batch: the examples of this optimizer step, over all ranks, and the number of tokens to learn
         rows = choose_rows(args, dataset, iteration)
         num_tokens = sum(row["completion_mask"].count(True) for row in rows)
 
@@ -225,9 +226,7 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded."""
     unit = f"a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use {unit}")
-    if args.model == Args.model:
-        check(Path(args.model).exists(), f"--model {args.model}: start in the repository, or use another one")
-    elif args.learning_rate == Args.learning_rate:
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
 
@@ -251,11 +250,14 @@ def autocast(args):
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, info = auto_class.from_pretrained(
-        name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-    )
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
     # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
     found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
     is_reward_model = "SequenceClassification" in found
