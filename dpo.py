@@ -12,11 +12,11 @@ Bradley-Terry loss of reward_model.py is one of the policy, over pairs of a chos
     h(o) = beta sum_t log(pi_theta(o_t) / pi_ref(o_t))          the implicit reward      (section 4)
     loss = -1/N sum_i log sigmoid(h(c_i) - h(r_i))                                       (Eq. 7)
 
-N counts the pairs of one optimizer step over all ranks. EOS is a token of its response, and nothing is divided
-by the length. pi_ref is --model: its log-probs are computed once, at the start, so that one model is in memory.
-Nothing is sampled; the policy scripts, with a reward model of the same pairs, let a policy learn from its own
-mistakes. Left out: dropout, LoRA, sharded models. Train a toy model (half a minute, held-out loss 0.69 to
-0.66, accuracy 0.83), or a real one on 8 GPUs:
+N counts the pairs of one optimizer step over all ranks. EOS is a token of its response, and nothing is
+divided by the length. pi_ref is --model: its log-probs are computed once, at the start, so that one model is
+in memory. Nothing is sampled; the policy scripts, with a reward model of the same pairs, let a policy learn
+from its own mistakes. Left out: dropout, LoRA, sharded models. Train a toy model (half a minute, held-out
+loss 0.69 to 0.66, accuracy 0.83), or a real one on 8 GPUs:
 
     python dpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \

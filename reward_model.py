@@ -13,8 +13,8 @@ output learns the scores by maximum likelihood:
 N counts the pairs of one optimizer step over all ranks. The second term keeps the scores near 0, since the
 first sees differences only (arXiv 2312.09244, Eq. 2). The score is read at the last token: EOS, unless
 --max_length cuts it off. Texts are tokenized as in the policy scripts; chats go through the chat template.
-AutoModelForSequenceClassification opens the result, with the same scores. Left out: dropout, LoRA, sharded models.
-Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
+AutoModelForSequenceClassification opens the result, with the same scores. Left out: dropout, LoRA, sharded
+models. Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
 
     python reward_model.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reward_model.py --model Qwen/Qwen2.5-1.5B-Instruct \
