@@ -264,8 +264,8 @@ def check(condition, message):
 
 def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
-    unit = f"a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use {unit}")
+    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
+    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
     if args.dataset == Args.dataset:
@@ -365,7 +365,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     say(summary)
     longest = max(row["length"] for row in kept)
     limit = getattr(policy.config, "max_position_embeddings", longest)
-    check(longest <= limit, f"--max_length: a text has {longest} tokens, the model takes {limit}")
+    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
     return kept
 
 

@@ -224,8 +224,8 @@ def check(condition, message):
 
 def check_args(args):
     """Refuse what cannot work before anything is loaded."""
-    unit = f"a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use {unit}")
+    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
+    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
@@ -303,19 +303,19 @@ def load_rows(args, policy, tokenizer):
         if row.get("messages"):
             *prompt, answer = row["messages"]
             completion = answer["content"] if answer["role"] == "assistant" else None
-        needed = "`prompt` and `completion`, or `messages` of which the last is the assistant's"
         is_complete = prompt and isinstance(completion, str)
-        check(is_complete, f"--dataset {name}: row {number} needs {needed}")
+        remedy = "give it `prompt` and `completion`, or `messages` that end with the assistant's"
+        check(is_complete, f"--dataset {name}: row {number} is not complete; {remedy}")
         example = encode(tokenizer, prompt, completion)
         examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
     kept = [row for row in examples if row["length"] <= args.max_length]
-    summary = f"--dataset {name}: {len(kept)} of {len(rows)} examples fit --max_length"
+    summary = f"--dataset {name}: {len(kept)} of {len(rows)} examples fit --max_length {args.max_length}"
     needed = args.batch_size + args.eval_size
     check(len(kept) >= needed, f"{summary}; give {needed} or more, for --batch_size and --eval_size")
     say(f"{summary}, {args.eval_size} are held out")
     longest = max(row["length"] for row in kept)
     limit = getattr(policy.config, "max_position_embeddings", longest)
-    check(longest <= limit, f"--max_length: an example has {longest} tokens, the model takes {limit}")
+    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
     return kept
 
 
