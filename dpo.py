@@ -94,6 +94,29 @@ def encode(tokenizer, prompt, response):
     return token_ids(tokenizer, prompt) + response_ids + [tokenizer.eos_token_id]
 
 
+def choose_rows(args, dataset, iteration):
+    """The indices of an iteration's pairs, over all ranks. Each epoch drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+    return torch.randperm(len(dataset), generator=generator).split(args.batch_size)[batch_number].tolist()
+
+
+def micro_batches(args, dataset, indices):
+    """Yield parts of this rank's indices, and input_ids and response_mask (2b, L): chosen, then rejected."""
+    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
+        rows = [dataset[i] for i in part]
+        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
+        prompt_lengths = 2 * [row["prompt_length"] for row in rows]
+        masks = [torch.arange(len(text)) >= length for text, length in zip(texts, prompt_lengths)]
+        batch = {
+            "input_ids": pad_sequence(texts, batch_first=True),
+            "response_mask": pad_sequence(masks, batch_first=True),
+        }
+        yield part, {name: tensor.to(args.device) for name, tensor in batch.items()}
+
+
 def response_logprobs(model, batch):
     """Log-probs (2, b) of chosen and rejected responses, summed over their tokens."""
     # Logits take the most memory, so they are computed only where some row has a token of a response.
@@ -127,29 +150,6 @@ def all_sum(x):
 def total(x):
     """The sum of all elements of x on all ranks, as a number."""
     return float(all_sum(x.sum()))
-
-
-def choose_rows(args, dataset, iteration):
-    """The indices of the pairs of an iteration. Each epoch shuffles anew, and drops an incomplete batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
-    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-    return torch.randperm(len(dataset), generator=generator).split(args.batch_size)[batch_number].tolist()
-
-
-def micro_batches(args, dataset, indices):
-    """Yield parts of this rank's indices, and input_ids and response_mask (2b, L): chosen, then rejected."""
-    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
-    for first in range(0, len(share), args.micro_batch_size):
-        part = share[first : first + args.micro_batch_size]
-        rows = [dataset[i] for i in part]
-        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
-        prompt_lengths = 2 * [row["prompt_length"] for row in rows]
-        masks = [torch.arange(len(text)) >= length for text, length in zip(texts, prompt_lengths)]
-        batch = {
-            "input_ids": pad_sequence(texts, batch_first=True),
-            "response_mask": pad_sequence(masks, batch_first=True),
-        }
-        yield part, {name: tensor.to(args.device) for name, tensor in batch.items()}
 
 
 def optimizer_step(args, model, optimizer, learning_rate):

@@ -97,31 +97,8 @@ def encode(tokenizer, prompt, response):
     return ids
 
 
-def pair_scores(args, model, batch):
-    """Scores (2, b) of chosen and rejected texts: the output of the head at the last token of each."""
-    with autocast(args):
-        # No attention mask: padding on the right is not attended to.
-        output = model.base_model(input_ids=batch["input_ids"], use_cache=False)
-    texts = torch.arange(len(batch["last"]), device=args.device)
-    last = output.last_hidden_state[texts, batch["last"]].to(model.dtype)  # (2b, hidden_size)
-    # The head is outside of autocast: in bfloat16, a score has three digits.
-    return model.score(last).view(2, -1)
-
-
-def all_sum(x):
-    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def total(x):
-    """The sum of all elements of x on all ranks, as a number."""
-    return float(all_sum(x.sum()))
-
-
 def choose_rows(args, dataset, iteration):
-    """The indices of the pairs of an iteration. Each epoch shuffles anew, and drops an incomplete batch."""
+    """The indices of an iteration's pairs, over all ranks. Each epoch drops an incomplete last batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     return torch.randperm(len(dataset), generator=generator).split(args.batch_size)[batch_number].tolist()
@@ -144,6 +121,29 @@ def micro_batches(args, dataset, indices):
             "margins": torch.tensor([row["margin"] for row in rows]),
         }
         yield part, {name: tensor.to(args.device) for name, tensor in batch.items()}
+
+
+def pair_scores(args, model, batch):
+    """Scores (2, b) of chosen and rejected texts: the output of the head at the last token of each."""
+    with autocast(args):
+        # No attention mask: padding on the right is not attended to.
+        output = model.base_model(input_ids=batch["input_ids"], use_cache=False)
+    texts = torch.arange(len(batch["last"]), device=args.device)
+    last = output.last_hidden_state[texts, batch["last"]].to(model.dtype)  # (2b, hidden_size)
+    # The head is outside of autocast: in bfloat16, a score has three digits.
+    return model.score(last).view(2, -1)
+
+
+def all_sum(x):
+    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def total(x):
+    """The sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
 
 
 def optimizer_step(args, model, optimizer, learning_rate):

@@ -81,6 +81,28 @@ def encode(tokenizer, prompt, completion):
     return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}
 
 
+def choose_rows(args, dataset, iteration):
+    """The rows of an iteration, over all ranks. Each epoch drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
+    order = torch.arange(len(dataset))
+    if args.shuffle:
+        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+        order = torch.randperm(len(dataset), generator=generator)
+    return [dataset[i] for i in order.split(args.batch_size)[batch_number]]
+
+
+def micro_batches(args, rows):
+    """Yield this rank's share of the rows, in tensors (b, L) of similar lengths, padded on the right."""
+    share = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
+        batch = {}
+        for name in ["input_ids", "completion_mask"]:
+            tensors = [torch.tensor(row[name]) for row in part]
+            batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
+        yield batch
+
+
 def completion_loss(model, batch, num_tokens):
     """-log pi_theta of the completion tokens, summed, and divided by num_tokens of the optimizer step."""
     # Logits take the most memory, so they are computed only where a token of some row is learned.
@@ -103,28 +125,6 @@ def all_sum(x):
 def total(x):
     """The sum of all elements of x on all ranks, as a number."""
     return float(all_sum(x.sum()))
-
-
-def choose_rows(args, dataset, iteration):
-    """The rows of an iteration. Each epoch shuffles anew, and drops an incomplete batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
-    order = torch.arange(len(dataset))
-    if args.shuffle:
-        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-        order = torch.randperm(len(dataset), generator=generator)
-    return [dataset[i] for i in order.split(args.batch_size)[batch_number]]
-
-
-def micro_batches(args, rows):
-    """Yield this rank's share of the rows, in tensors (b, L) of similar lengths, padded on the right."""
-    share = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
-    for first in range(0, len(share), args.micro_batch_size):
-        part = share[first : first + args.micro_batch_size]
-        batch = {}
-        for name in ["input_ids", "completion_mask"]:
-            tensors = [torch.tensor(row[name]) for row in part]
-            batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
-        yield batch
 
 
 def optimizer_step(args, model, optimizer, learning_rate):
