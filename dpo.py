@@ -208,8 +208,8 @@ def main(args):
                 logprobs = response_logprobs(policy, batch)  # (2, b)
             chosen, rejected = logprobs
             ref_chosen, ref_rejected = ref_logprobs[:, part]
-            loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-            loss = loss * len(part) / args.batch_size  # its share in the mean over the step
+            part_loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+            loss = part_loss * len(part) / args.batch_size  # the part's share in the mean over the step
             loss.backward()
             step_loss += loss.detach()
             step_rewards.append(args.beta * (logprobs.detach() - ref_logprobs[:, part]))

@@ -195,9 +195,9 @@ def main(args):
         for part, batch in micro_batches(args, dataset, indices):
             batch_scores = pair_scores(args, model, batch)  # (2, b)
             chosen, rejected = batch_scores
-            loss = preference_loss(chosen - batch["margins"], rejected)
-            loss = loss + args.center_rewards_coefficient * (chosen + rejected).square().mean()
-            loss = loss * len(part) / args.batch_size  # its share in the mean over the step
+            center_loss = args.center_rewards_coefficient * (chosen + rejected).square().mean()
+            part_loss = preference_loss(chosen - batch["margins"], rejected) + center_loss
+            loss = part_loss * len(part) / args.batch_size  # the part's share in the mean over the step
             loss.backward()
             step_loss += loss.detach()
             step_scores.append(batch_scores.detach())
