@@ -107,8 +107,7 @@ def choose_rows(args, dataset, iteration):
 def micro_batches(args, dataset, indices):
     """Yield this rank's share of the indices in parts of pairs of similar lengths, and their tensors.
 
-    input_ids (2b, L): chosen, then rejected texts, padded on the right. last (2b,): where each text ends.
-    margins (b,)
+    input_ids (2b, L): chosen, then rejected texts. last (2b,): where each text ends. margins (b,)
     """
     share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
     for first in range(0, len(share), args.micro_batch_size):
@@ -283,19 +282,21 @@ def load_model(args):
     """A model with a head of one output and float32 weights, in eval mode, and its tokenizer."""
     transformers.utils.logging.set_verbosity_error()  # else it reports a new head
     transformers.utils.logging.disable_progress_bar()
-    options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+    options = {"num_labels": 1, "use_safetensors": True, "output_loading_info": True}
+    options |= {"ignore_mismatched_sizes": True}  # a head of another size: refused below
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            args.model, num_labels=1, trust_remote_code=False, **options
+            args.model, dtype=torch.float32, trust_remote_code=False, **options
         )
     except OSError as error:
         remedy = "use a folder (toy/ is in the repository) or a hub id"
         check(False, f"--model {args.model}: {remedy}; {error!r:.200}")
     # transformers makes up missing weights, which is right for those of a new head only.
     missing = set(info["missing_keys"])
-    check(missing <= {"score.weight"}, f"--model {args.model}: lacks {missing}; use a causal LM")
+    is_right = missing <= {"score.weight"} and not info["mismatched_keys"]
+    check(is_right, f"--model {args.model}: lacks weights, or has several outputs; use a causal LM")
     check(tokenizer.eos_token, f"--model {args.model}: has no EOS token; save one in its tokenizer")
     torch.manual_seed(args.seed)  # the same new weights on all ranks
     if missing:
