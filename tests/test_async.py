@@ -85,7 +85,7 @@ def test_other_methods_take_the_feature(name, tmp_path, monkeypatch):
 
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
-    """It is the run of one process that keeps old weights, as experiments/staleness.py does."""
+    """It is the run of one process that keeps old weights, as experiments/toy.py does."""
     patched("flash_reinforce", ["delayed"], tmp_path).rename(tmp_path / "delayed.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("STALENESS", "2")
