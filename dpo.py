@@ -167,7 +167,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
 
 
 def main(args):
-    # 1. Setup: ranks, policy, data, optimizer, run folder
+    # 1. Setup: ranks, model, data, optimizer, run folder
     check_args(args)
     start_ranks(args)
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
