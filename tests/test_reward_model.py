@@ -43,41 +43,29 @@ def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mistral", "qwen2"])
-def test_gradient_and_metrics_are_the_plain_ones(tmp_path, name):
-    """That of one unpadded text at a time through transformers' own head."""
+def test_the_gradient_is_the_plain_one(tmp_path, name):
+    """That of one unpadded text at a time through transformers' own head. Metrics: test_metrics.py."""
     rows = read_jsonl(TOY / "preferences_train.jsonl")[:16]
     for i, row in enumerate(rows):
         row["margin"] = (0.0, 0.3, None)[i % 3]  # None takes the flag's
     data = str(write_jsonl(tmp_path / "few.jsonl", rows))
     start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer())
-    flags = {"model": start, "dataset": data, "eval_dataset": data, "run_dir": str(tmp_path / "run")}
+    flags = {"model": start, "dataset": data, "run_dir": str(tmp_path / "run")}
     flags |= {"device": "cpu", "margin": 0.7, "center_rewards_coefficient": 0.3, "warmup_iterations": 0}
     flags |= {"num_epochs": 1, "batch_size": 16, "max_grad_norm": 1e9}
     seen = Recorder(rm, sample=False).run(flags)
-    (gradient,), (_, metrics) = seen["gradients"], seen["metrics"]
+    (gradient,) = seen["gradients"]
 
     model, tokenizer = rm.load_model(rm.Args(model=start, device="cpu"))
     model.double()
-    loss, all_scores = 0.0, []
+    loss = 0.0
     for row in rows:
         texts = [f"{row['prompt']} {row[side]} <eos>" for side in ("chosen", "rejected")]
         chosen, rejected = (model(tokenizer(x, return_tensors="pt")["input_ids"]).logits[0, 0] for x in texts)
         margin = 0.7 if row["margin"] is None else row["margin"]
         loss = loss + (1 + torch.exp(rejected + margin - chosen)).log() / 16
         loss = loss + 0.3 * (chosen + rejected) ** 2 / 16
-        all_scores.append(torch.stack([chosen, rejected]).detach())
     loss.backward()
     expected_gradient = torch.cat([x.grad.flatten() for x in model.parameters()])
     tolerance = 1e-5 if name in FLOAT32_INSIDE else 1e-12
     assert (gradient - expected_gradient).norm() < tolerance * expected_gradient.norm()
-
-    scores = torch.stack(all_scores)
-    margins = scores[:, 0] - scores[:, 1]
-    expected = {
-        "loss": float(loss.detach()),
-        "accuracy": float((margins > 0).double().mean()),
-        "margin": float(margins.mean()),
-        "score_mean": float(scores.mean()),
-        "score_std": float(scores.std(correction=0)),
-    }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
