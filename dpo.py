@@ -401,17 +401,16 @@ def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
 
 
 def open_run(args, state, dataset):
-    """Start a run, or go on with the one in --run_dir. Returns the folder, and the iterations so far."""
+    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     flags = vars(args) | {"ranks": WORLD_SIZE}
     path = run_dir / "args.json"
     if path.exists():
-        old = json.loads(path.read_text())
         may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
         may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
         if not args.anneal_lr:
             may_change.add("num_epochs")
-        changed = [name for name in flags if flags[name] != old.get(name) and name not in may_change]
+        changed = dict(flags.items() - json.loads(path.read_text()).items()).keys() - may_change
         check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
@@ -421,24 +420,26 @@ def open_run(args, state, dataset):
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
+
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
         atexit.register(lock.release)
+        if start == 0:
+            shutil.copy(__file__, run_dir)
         path.write_text(json.dumps(flags, indent=2))
-        shutil.copy(__file__, run_dir)
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
                 # What came after the checkpoint comes again. A kill may have torn the last line.
-                whole = [line for line in file if start and line.endswith(b"\n")]
-                kept = [line for line in whole if json.loads(line)["iteration"] <= start]
+                kept = [
+                    x for x in file if start and x.endswith(b"\n") and json.loads(x)["iteration"] <= start
+                ]
                 file.truncate(len(b"".join(kept)))
     return run_dir, start
 
