@@ -177,8 +177,9 @@ def eos_ids(model, tokenizer):
 
 def left_pad(id_lists, device):
     """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
-    tensors = [torch.tensor(ids) for ids in id_lists]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    padded = pad_sequence(
+        [torch.tensor(ids) for ids in id_lists], batch_first=True, padding_value=-1, padding_side="left"
+    ).to(device)
     return padded.clamp(min=0), (padded >= 0).long()
 
 
@@ -336,8 +337,8 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward)
-    eval_reward = load_reward(args, args.eval_reward) if args.eval_reward else reward
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # `start` counts the finished iterations
@@ -447,26 +448,21 @@ def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
         time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
-        print("error:", message, file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out prompts by default."""
     k = args.samples_per_prompt
-    check(
-        k >= args.min_samples_per_prompt,
-        f"--samples_per_prompt {k}: use {args.min_samples_per_prompt} or more",
-    )
+    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt}")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
     check(
         args.batch_size % unit == 0,
         f"--batch_size {args.batch_size}: use a multiple of {unit}, for ranks, groups and --num_minibatches",
     )
     check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
-    if args.model == Args.model:
-        check(Path(args.model).exists(), f"--model {args.model}: start in the repository, or use another one")
-    elif args.learning_rate == Args.learning_rate:
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-6")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
@@ -492,18 +488,21 @@ def autocast(args):
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, info = auto_class.from_pretrained(
-        name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-    )
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
     # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
-    found = f"a {model.config.architectures} without the weights {info['missing_keys']}"
+    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
     is_reward_model = "SequenceClassification" in found
     wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
     check(
         is_reward_model == wants_reward_model and not info["missing_keys"],
-        f"{name}: is {found}; use a policy as --model, a reward model as --reward",
+        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
     )
     check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
@@ -545,10 +544,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     say(summary)
     needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
     limit = getattr(policy.config, "max_position_embeddings", needed)
-    check(
-        needed <= limit,
-        f"--max_response_length {args.max_response_length}: {needed} with a prompt, the model takes {limit}",
-    )
+    check(needed <= limit, f"--max_response_length: {needed} tokens with a prompt, the model takes {limit}")
     return kept
 
 
@@ -560,16 +556,19 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer=(None,), **columns):
+def exact_answer(completions, answer, **columns):
     """A reward: 1 if the text after the last "answer" (all of it without one) equals the column `answer`."""
-    check(None not in answer, "--reward exact_answer: a row has no `answer`; give one, or use another reward")
-    pairs = zip(completions, answer)
-    return [float(text.rpartition("answer")[2].strip() == str(right).strip()) for text, right in pairs]
+    return [
+        float(text.rpartition("answer")[2].strip() == str(right).strip())
+        for text, right in zip(completions, answer)
+    ]
 
 
-def load_reward(args, name):
+def load_reward(args, name, rows):
     """A function of the lists prompts, completions, truncated and other columns: a score per completion."""
     if name == "exact_answer":
+        has_answers = all(row.get("answer") is not None for row in rows)
+        check(has_answers, "--reward exact_answer: a row has no `answer`; fill it in, or use another reward")
         return exact_answer
     if ".py:" in name:
         file, function = name.split(":")
@@ -611,16 +610,18 @@ def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
     columns = {name: [row.get(name) for row in rows] for name in rows[0]}
     columns["prompts"] = columns.pop("prompt")
-    columns["completions"] = tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True)
     try:
-        # Copies, so that a reward cannot change the dataset
-        scores = reward(truncated=rollout["truncated"].tolist(), **copy.deepcopy(columns))
+        scores = reward(
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **copy.deepcopy(columns),  # so that a reward cannot change the dataset
+        )
     except SystemExit as error:  # which would end the run without a word
         raise RuntimeError("the reward called sys.exit") from error
-    scores = rollout["truncated"].new_tensor(scores, dtype=torch.float32)
+    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
     check(
         scores.shape == (len(rows),) and scores.isfinite().all(),
-        f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion, not {scores}",
+        f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion",
     )
     return scores
 
@@ -651,21 +652,21 @@ def open_run(args, state, dataset):
         if not args.anneal_lr:
             may_change.add("num_iterations")
         changed = [name for name in flags if flags[name] != old.get(name) and name not in may_change]
-        check(not changed, f"--run_dir {run_dir}: has a run with another {changed}; use a new folder")
+        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
-
     start = 0
-    if (run_dir / "checkpoint.pt").exists():
+    if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
-
+    check(
+        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
+        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
+    )
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
@@ -694,7 +695,7 @@ def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
     shown = ("kl", "equal_groups", "tokens_per_second")
     texts = [f"   {name} {metrics[name]:.3f}" for name in metrics if "score" in name or name in shown]
-    say(f"iteration {iteration:4}" + "".join(texts))
+    say(f"iteration {iteration:4}{''.join(texts)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
