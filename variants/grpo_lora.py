@@ -448,7 +448,7 @@ def main(args):
         merged = policy.cpu().float().merge_and_unload()  # W + alpha/r B A; bfloat16 would round the sum
         merged.save_pretrained(f"{run_dir}/model")
         tokenizer.save_pretrained(f"{run_dir}/model")
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
