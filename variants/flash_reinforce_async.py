@@ -303,31 +303,6 @@ def rollout_logprobs(args, model, rollout):
     return result
 
 
-def process_scores(args, scores, truncated):
-    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
-    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
-    if args.reward_zscore:
-        count = len(scores) * WORLD_SIZE
-        scores = scores - total(scores) / count
-        std = math.sqrt(total(scores.square()) / count)
-        scores = scores / max(std, 1e-4)
-    return scores.clamp(-args.reward_clip, args.reward_clip)
-
-
-def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
-    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have weights that nothing uses
-            all_sum(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
-    optimizer.param_groups[0]["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
 def split_ranks(args, trainers, samplers):
     """From here on, RANK and WORLD_SIZE count this side only, and all_sum adds up over the trainers."""
     global RANK, WORLD_SIZE, TRAINERS
@@ -392,6 +367,31 @@ def receive_rollout(args, samplers):
     # The random numbers go on where a sampler stopped, as if one rank did both.
     torch.set_rng_state(messages[RANK % len(messages)]["random_state"])
     return rollout, messages[0]["waited"]
+
+
+def process_scores(args, scores, truncated):
+    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
+    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
+    if args.reward_zscore:
+        count = len(scores) * WORLD_SIZE
+        scores = scores - total(scores) / count
+        std = math.sqrt(total(scores.square()) / count)
+        scores = scores / max(std, 1e-4)
+    return scores.clamp(-args.reward_clip, args.reward_clip)
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
+    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # some models have weights that nothing uses
+            all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def main(args):
