@@ -462,9 +462,9 @@ def main(args):
     # 10. The result, a folder that from_pretrained opens
     weights = whole_state(policy.state_dict())
     if RANK == 0:
-        policy, _ = load_model(args, args.model, transformers.AutoModelForCausalLM)
-        policy.load_state_dict(weights)
-        policy.save_pretrained(f"{run_dir}/model")
+        for name in policy.all_tied_weights_keys:
+            del weights[name]  # from_pretrained ties it again
+        policy.save_pretrained(f"{run_dir}/model", state_dict=weights)
         tokenizer.save_pretrained(f"{run_dir}/model")
     if dist.is_initialized():
         dist.destroy_process_group()
