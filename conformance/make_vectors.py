@@ -1,15 +1,20 @@
-"""Make vectors.json as vectors.toml says, from tests/references.py: python conformance/make_vectors.py
+"""Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
-A mistake is a change of a case's inputs or of a line of references.py. Each case lists those that change its numbers.
+A mistake is a change of a case's inputs, or a bug that tools/planted.py plants in references.py. Each case lists those
+that change its numbers.
 """
 
 import json
-import random
+import sys
 import tomllib
 from types import SimpleNamespace
 
 import torch
-from check import FOLDER, PATH, difference
+from check import FOLDER, PATH, VECTORS, difference
+
+sys.path.append(str(FOLDER.parent / "tools"))
+
+from planted import IN_VECTORS
 
 PLAN = tomllib.loads((FOLDER / "vectors.toml").read_text())
 REFERENCES = (FOLDER.parent / "tests" / "references.py").read_text()
@@ -35,29 +40,6 @@ def up_to_last(mask, shift=0):
     return mask.flip(1).cumsum(1).flip(1) > shift
 
 
-def make_rollout(name: str, k: int, spread: float, beta: float, has_holes: bool, parts: int) -> dict:
-    """6 responses of 2 to 5 tokens. Numbers outside the mask mean nothing."""
-    draw, lengths = random.Random(name).uniform, [5, 2, 3, 4, 5, 3]
-
-    def rows(low, high, width=5):
-        return [[round(draw(low, high), 3) for _ in range(width)] for _ in lengths]
-
-    mask = [[int(t < length) for t in range(5)] for length in lengths]
-    if has_holes:
-        mask[0][0] = mask[3][2] = mask[4][1] = mask[4][2] = 0
-    rollout = {"samples_per_prompt": k, "kl_coef": beta, "num_sequences": parts * 6}
-    rollout |= {"num_tokens": parts * sum(map(sum, mask)) + parts - 1, "response_mask": mask}
-    rollout["scores"], rollout["greedy_scores"] = map(list, zip(*rows(0, 1, 2)))
-    if name == "groups of equal scores":
-        rollout["scores"] = [1 / 3, 1 / 3, 1.0, 0.25, 0.0, 0.0]
-    rollout["several_scores"] = rows(0, 1, 2)
-    old = rollout["old_logprobs"] = rows(-2.5, -0.2)
-    pairs = zip(old, rows(-spread, spread))
-    rollout["new_logprobs"] = [[round(x + d, 3) for x, d in zip(*pair)] for pair in pairs]
-    rollout |= {key: rows(-2.5, -0.2) for key in ("ref_logprobs", "teacher_logprobs", "values")}
-    return rollout
-
-
 def compute(functions: dict, method: str, case: dict) -> dict:
     """Advantages, loss and its gradient, as lists and a number."""
     args = SimpleNamespace(**case)
@@ -74,12 +56,9 @@ def compute(functions: dict, method: str, case: dict) -> dict:
     return {"advantages": rollout["advantages"].tolist(), "loss": loss.item(), "gradient": gradient.tolist()}
 
 
-def load_references(before: str = "", after: str = "") -> dict:
-    """The functions of references.py, with a change."""
-    if before not in REFERENCES:
-        raise ValueError(f"tests/references.py has no {before!r}; change vectors.toml")
+def run(source: str) -> dict:
     functions = {"__name__": "references"}
-    exec(REFERENCES.replace(before, after), functions)
+    exec(source, functions)
     return functions
 
 
@@ -90,43 +69,33 @@ def short(x, digits: int):
     return [short(y, digits) for y in x] if isinstance(x, list) else round(x, digits) or 0
 
 
-def make_case(method: str, name: str, rollout: dict, references: dict[str, dict]) -> dict:
+def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> dict:
     """A case with the right numbers and those of the mistakes that change them."""
-    inputs, mask = dict(PLAN["methods"][method]), rollout["response_mask"]
+    rollout, inputs = VECTORS["rollouts"][name], dict(PLAN[method])
     if inputs.pop("on_policy", False):
         inputs["new_logprobs"] = rollout["old_logprobs"]
     if "reward_weights" in inputs:
         inputs["scores"] = rollout["several_scores"]
-    case = rollout | inputs
-    for key in rollout:
-        if isinstance(case[key], list):
-            case[key] = torch.tensor(case[key], dtype=torch.float64)
-    case["response_mask"] = case["response_mask"].bool()
-    right, mistakes = references[""], {}
-    expected = compute(right, method, case)
-    for what in [*INPUT_MISTAKES, *PLAN["mistakes"]]:
-        change = INPUT_MISTAKES.get(what, lambda case: {})
-        result = compute(references.get(what, right), method, case | change(case))
+    case, mask = rollout | inputs, rollout["response_mask"]
+    tensors = {
+        key: torch.tensor(case[key], dtype=torch.float64) for key, x in rollout.items() if isinstance(x, list)
+    }
+    case |= tensors | {"response_mask": tensors["response_mask"].bool()}
+    expected, mistakes = compute(right, method, case), {}
+    results = {mistake: compute(right, method, case | f(case)) for mistake, f in INPUT_MISTAKES.items()}
+    results |= {mistake: compute(functions, method, case) for mistake, functions in wrong.items()}
+    for mistake, result in results.items():
         sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
         peaks = [max(row, key=abs) for row in result["advantages"]]
         if result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
             result["advantages"] = peaks  # one for each response is shorter
         if max(sizes.values()) > 1e-4:
-            mistakes[what] = {key: short(x, 6) for key, x in result.items() if sizes[key] > 1e-9}
+            mistakes[mistake] = {key: short(x, 6) for key, x in result.items() if sizes[key] > 1e-9}
     return {"name": name, "inputs": inputs, "expected": short(expected, 13), "mistakes": mistakes}
 
 
-def make_vectors() -> dict:
-    rollouts = {name: make_rollout(name, *settings) for name, settings in PLAN["cases"].items()}
-    references = {mistake: load_references(*change[:2]) for mistake, change in PLAN["mistakes"].items()}
-    references[""] = load_references()
-    methods = [method for method in PLAN["methods"] if f"{method}_loss" in references[""]]
-    made = {}
-    for method in methods:
-        made[method] = [make_case(method, name, rollout, references) for name, rollout in rollouts.items()]
-    return {"version": PLAN["version"], "rollouts": rollouts, "methods": made}
-
-
 if __name__ == "__main__":
-    text = json.dumps(make_vectors(), separators=(",", ":"))
+    right, wrong = run(REFERENCES), {bug.name: run(bug.plant_in_references(REFERENCES)) for bug in IN_VECTORS}
+    methods = {x: [make_case(x, name, right, wrong) for name in VECTORS["rollouts"]] for x in PLAN}
+    text = json.dumps(VECTORS | {"methods": methods}, separators=(",", ":"))
     PATH.write_text(text.replace('{"name":', '\n{"name":') + "\n")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 from common import POLICY_SCRIPTS, patched, run_all
+from explain import loss_and_push, make_rollout
 
 LEFT_OUT = {"distill", "sdpo", "gdpo"}  # no scores, advantages from a teacher, several scores for a response
 SCRIPTS = [script for script in POLICY_SCRIPTS if script not in LEFT_OUT]
@@ -39,12 +40,9 @@ def make_args(script: str, patches=(), **values):
     return args
 
 
-def make_rollout(scores, lengths=None, **more) -> dict:
-    """Responses without a KL, of one token each unless lengths are given."""
-    lengths = torch.ones_like(scores, dtype=torch.long) if lengths is None else lengths
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    zeros = dict.fromkeys(("old_logprobs", "ref_logprobs", "kl"), torch.zeros(mask.shape, **float64))
-    return {"response_mask": mask, "scores": scores} | zeros | more
+def one_token(scores, **tensors) -> dict:
+    """A rollout of responses of one token."""
+    return make_rollout(scores, torch.ones_like(scores, dtype=torch.long), **tensors)
 
 
 def slopes(script, args, rollout, num_sequences, num_tokens, logprobs=None, patches=()):
@@ -52,9 +50,8 @@ def slopes(script, args, rollout, num_sequences, num_tokens, logprobs=None, patc
     code = module(script, tuple(patches))
     if "advantages" not in rollout:
         rollout = rollout | code.compute_advantages(args, rollout)
-    leaf = (rollout["old_logprobs"] if logprobs is None else logprobs).detach().clone().requires_grad_()
-    loss, _ = code.policy_loss(args, rollout, leaf, num_sequences, num_tokens)
-    return -torch.autograd.grad(loss, leaf)[0]
+    logprobs = rollout["old_logprobs"] if logprobs is None else logprobs
+    return loss_and_push(code, args, rollout, logprobs, num_sequences, num_tokens)[1]
 
 
 def binomial(count: int, rate) -> torch.Tensor:
@@ -145,7 +142,7 @@ def two_answers(script: str, rate: float, k: int = 8) -> float:
     args, first, second = make_args(script, samples_per_prompt=k), 0.0, 0.0
     for rights, chance in enumerate(binomial(k, rate)):
         is_right = torch.arange(k) < rights
-        slope = slopes(script, args, make_rollout(is_right.double()), k, k)[:, 0]
+        slope = slopes(script, args, one_token(is_right.double()), k, k)[:, 0]
         update = (slope * torch.where(is_right, 1 - rate, -rate)).sum()
         first, second = first + chance * update, second + chance * update**2
     return float(k * (second - first**2) / first**2)
@@ -295,7 +292,7 @@ def length_advantages(script: str, greedy_is_right: bool) -> torch.Tensor:
         scores = [float(i < s) for i in range(k - 1)]
         scores.insert(position, float(own))
         greedy_scores = torch.full((k,), float(greedy_is_right), **float64)
-        rollout = make_rollout(torch.tensor(scores, **float64), greedy_scores=greedy_scores)
+        rollout = one_token(torch.tensor(scores, **float64), greedy_scores=greedy_scores)
         result[s, own] += module(script).compute_advantages(args, rollout)["advantages"][position, 0] / k
     return result
 
@@ -412,7 +409,7 @@ def measure_reuse(run_dir, script, patches, flags, delay) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = partial(run_all, workers=1, part="estimator")
+    run = partial(run_all, workers=1)
     run("exact_weights", weight_cells(), measure_weight)
     lengths = [{"script": script} for script in SCRIPTS if script not in OTHER_LENGTHS_MATTER]
     run("exact_length", [cell | {"can_tell": x} for x in (True, False) for cell in lengths], measure_length)

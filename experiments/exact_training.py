@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from common import run_all
-from exact import WHOLE_BATCH, float64, make_args, make_rollout, short, slopes
+from exact import WHOLE_BATCH, float64, make_args, one_token, short, slopes
 
 SEEDS, TUNING_SEEDS, MARGIN = range(100), range(1000, 1024), 0.02
 T_99 = 2.626  # of Student's t with 99 degrees of freedom
@@ -111,7 +111,7 @@ def train(setting: str, optimizer: str, arm: dict, seeds: range, choices: list[t
             beta = choices[i // (BATCH * len(seeds))][1]
             args = make_args(script, patches, samples_per_prompt=k, kl_coef=beta, max_response_length=1)
             more = {"old_logprobs": old[part], "ref_logprobs": ref[part], "kl": old[part] - ref[part]}
-            rollout = make_rollout(scores.flatten()[part], greedy_scores=greedy.flatten()[part], **more)
+            rollout = one_token(scores.flatten()[part], greedy_scores=greedy.flatten()[part], **more)
             slope.append(slopes(script, args, rollout, BATCH, BATCH, patches=patches))
         slope = torch.cat(slope).view(runs, groups, k)
         # The sum over responses of slope * (one-hot - probabilities), for each prompt
@@ -164,4 +164,4 @@ if __name__ == "__main__":
     for setting, arms in ARMS.items():
         for optimizer in ("adam", "sgd") if setting in ("mixed", "flipped") else ("adam",):
             cells += [{"setting": setting, "optimizer": optimizer} | arm for arm in arms]
-    run_all("exact_training", cells, measure, workers=1, part="estimator")
+    run_all("exact_training", cells, measure, workers=1)

@@ -3,7 +3,7 @@
     python experiments/learn.py           12 minutes on one core
     python experiments/learn.py runs/a    print the means of a run
 
-A row has the score of each iteration, and each metric's mean over the first and over the last third.
+A row has the mean of each metric over the first and over the last third.
 """
 
 import difflib
@@ -14,38 +14,39 @@ import explain
 import plot
 import sync
 import tyro
-from common import PATCHES, ROOT, curve, label, load, mean, print_commands, run_all, words_of
+from common import ROOT, curve, label, load, mean, print_commands, run_all, words_of
+from planted import BUGS
 
 KEYS = ("score", "kl", "response_length", "equal_groups", "clip_fraction", "grad_norm", "truncated")
 SHORT = {"num_iterations": 30}
 ONE = {"num_iterations": 1}
 EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 NO_CRITIC = {"gae_lambda": 1, "critic_learning_rate": 0}
-# Script, flags, patches, by the name that the page uses
+# Script, flags and a bug of tools/planted.py, by the name that the page uses
 RUNS = {
-    "reinforce": ("reinforce", SHORT, []),
-    "reinforce broken": ("reinforce", SHORT, ["baseline_too_low"]),
-    "rloo": ("rloo", SHORT, []),
-    "rloo broken": ("rloo", SHORT, ["groups_across_prompts"]),
-    "dr_grpo": ("dr_grpo", EPOCHS, []),
-    "dr_grpo no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, []),
-    "dr_grpo broken": ("dr_grpo", EPOCHS, ["no_ratio"]),
-    "grpo": ("grpo", SHORT, []),
-    "grpo kl": ("grpo", SHORT | {"kl_coef": 1}, []),
-    "grpo broken": ("grpo", SHORT, ["ratio_to_the_reference"]),
-    "dr_grpo one": ("dr_grpo", ONE, []),
-    "dr_grpo scaled": ("dr_grpo", ONE | {"reward_scale": 100}, []),
-    "baseline one": ("reinforce_pp_baseline", ONE, []),
-    "baseline scaled": ("reinforce_pp_baseline", ONE | {"reward_scale": 100}, []),
-    "baseline kl": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, []),
-    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ["k1_for_k2"]),
-    "reinforce_pp": ("reinforce_pp", SHORT, []),
-    "reinforce_pp kl": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, []),
-    "reinforce_pp broken": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, ["kl_is_paid"]),
-    "ppo": ("ppo", SHORT, []),
-    "ppo lambda": ("ppo", SHORT | {"gae_lambda": 0}, []),
-    "ppo no critic": ("ppo", SHORT | NO_CRITIC, []),
-    "ppo broken": ("ppo", SHORT, ["score_on_every_token"]),
+    "reinforce": ("reinforce", SHORT, ""),
+    "reinforce broken": ("reinforce", SHORT, "baseline too low"),
+    "rloo": ("rloo", SHORT, ""),
+    "rloo broken": ("rloo", SHORT, "groups across prompts"),
+    "dr_grpo": ("dr_grpo", EPOCHS, ""),
+    "dr_grpo no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
+    "dr_grpo broken": ("dr_grpo", EPOCHS, "no ratio"),
+    "grpo": ("grpo", SHORT, ""),
+    "grpo kl": ("grpo", SHORT | {"kl_coef": 1}, ""),
+    "grpo broken": ("grpo", SHORT, "old log-probs of the reference"),
+    "dr_grpo one": ("dr_grpo", ONE, ""),
+    "dr_grpo scaled": ("dr_grpo", ONE | {"reward_scale": 100}, ""),
+    "baseline one": ("reinforce_pp_baseline", ONE, ""),
+    "baseline scaled": ("reinforce_pp_baseline", ONE | {"reward_scale": 100}, ""),
+    "baseline kl": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
+    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
+    "reinforce_pp": ("reinforce_pp", SHORT, ""),
+    "reinforce_pp kl": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, ""),
+    "reinforce_pp broken": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, "kl with the wrong sign"),
+    "ppo": ("ppo", SHORT, ""),
+    "ppo lambda": ("ppo", SHORT | {"gae_lambda": 0}, ""),
+    "ppo no critic": ("ppo", SHORT | NO_CRITIC, ""),
+    "ppo broken": ("ppo", SHORT, "score on every token"),
 }
 SEEDS = (1, 2)
 
@@ -56,10 +57,10 @@ def ends(lines: list[dict]) -> dict:
     return {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
 
 
-def measure(run_dir: Path, script: str, flags: dict, patches: list[str], seed: int) -> dict:
-    # Evaluations do not change the training.
-    lines = common.train(script, flags | {"seed": seed, "eval_every": 0}, run_dir, patches=patches)
-    return ends(lines) | {"scores": curve(lines, "score", 3)}
+def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
+    flags = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
+    lines = common.train(script, flags, run_dir, change=BUGS[bug].plant_in if bug else None)
+    return ends(lines)
 
 
 # --- what the page prints ---
@@ -105,20 +106,20 @@ def commands(*names: str) -> None:
 
 
 def edit(name: str) -> None:
-    """Print the lines that the patch of a run changes, and the commands that apply it, run it and undo it."""
-    _, _, [patch] = RUNS[name]
-    lines = (PATCHES / f"{patch}.patch").read_text().splitlines()
-    print("\n```diff", *(line for line in lines if line[0] in "-+"), "```", sep="\n")
-    apply = ["git", "apply", f"experiments/patches/{patch}.patch"]
-    print_commands(apply, command(name), ["git", "restore", command(name)[1]])
+    """Print the lines that the bug of a run changes, and the commands that plant it, run it and undo it."""
+    _, _, bug = RUNS[name]
+    before = BUGS[bug].path().read_text()
+    lines = difflib.unified_diff(before.splitlines(), BUGS[bug].plant(before).splitlines(), n=0, lineterm="")
+    print("\n```diff", *(line for line in [*lines][2:] if line[0] in "-+"), "```", sep="\n")
+    print_commands(["python", "tools/planted.py", bug], command(name), ["git", "restore", command(name)[1]])
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
     """Print a line for each run: the score and these metrics, mean of the first third -> of the last."""
     lines, columns = [], ("score", *keys)
     for name in names:
-        rows = [row for row in load("learn") if (row["script"], row["flags"], row["patches"]) == RUNS[name]]
-        line = [label(rows[0])]
+        rows = [row for row in load("learn") if (row["script"], row["flags"], row["bug"]) == RUNS[name]]
+        line = [", ".join(filter(None, [label(rows[0]), rows[0]["bug"]]))]
         for key in columns:
             line.append("; ".join(" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows))
         lines.append(line)
@@ -130,8 +131,8 @@ def main(run: tyro.conf.Positional[Path | None] = None) -> None:
         print(*ends(plot.read_run(run)[1]).items(), sep="\n")
         return
     cells = []
-    for script, flags, patches in RUNS.values():
-        cells += [{"script": script, "flags": flags, "patches": patches, "seed": seed} for seed in SEEDS]
+    for script, flags, bug in RUNS.values():
+        cells += [{"script": script, "flags": flags, "bug": bug, "seed": seed} for seed in SEEDS]
     run_all("learn", cells, measure, workers=1)
 
 

@@ -1,4 +1,4 @@
-"""The rewards of multi_reward.py: two numbers for each toy response, the second higher the shorter the response."""
+"""Rewards of toy.py: two numbers for each toy response, the second higher the shorter the response."""
 
 
 def words(completions, answer, **columns):

@@ -124,15 +124,16 @@ class Args:  # the comment behind a flag is its --help text
 @torch.no_grad()
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: the sum of the rewards' normalized scores, over its std."""
-    R = rollout["scores"].shape[1]
-    groups = rollout["scores"].view(-1, args.samples_per_prompt, R)  # (prompts, k, R)
+    scores = rollout["scores"]  # (B, R)
+    groups = scores.view(len(scores) // args.samples_per_prompt, args.samples_per_prompt, -1)
+    R = groups.shape[2]  # (prompts, k, R)
     weights = groups.new_tensor(args.reward_weights or [1.0] * R)
     check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
     # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
     shifted = groups - groups[:, :1]
     normalized = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
     sums = normalized @ weights  # (prompts, k)
-    variance = total(sums.square()) / (sums.numel() * WORLD_SIZE)  # the mean is 0
+    variance = total(sums.square()) / (len(scores) * WORLD_SIZE)  # the mean is 0
     advantages = (sums / math.sqrt(max(variance, 1e-8))).view(-1, 1)  # (B, 1)
     return {"advantages": advantages * rollout["response_mask"]}
 

@@ -14,11 +14,13 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from references import EXTRA
 from resume import without_clock
 from torch.distributed.tensor import DTensor
 
@@ -86,6 +88,7 @@ class Recorder:
             "unsharded": [],  # in each call, how many weights of the policy are whole on this rank
             "gradients": [],  # a vector for each step of an optimizer
             "kept": [],  # for each step, the share of the weights that this rank keeps
+            "events": [],  # (name, begin in seconds, tensors) of calls whose numbers become metrics, in order
         }
 
     def load_model(self, *args):
@@ -108,6 +111,7 @@ class Recorder:
         return critic
 
     def generate(self, args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
+        began = time.time()
         source = self.original["generate"] if self.sample else self.fixed_rollout
         rollout = source(args, model, tokenizer, prompts, samples_per_prompt, greedy)
         if not greedy:
@@ -115,6 +119,7 @@ class Recorder:
             rows = zip(rollout["sequences"][:, -mask.shape[1] :], mask)
             self.seen["prompts"] += [ids for ids in prompts for _ in range(samples_per_prompt)]
             self.seen["responses"].append([ids[row_mask].tolist() for ids, row_mask in rows])
+        self.seen["events"].append(("greedy" if greedy else "generate", began, dict(rollout)))
         return rollout
 
     def fixed_rollout(self, args, model, tokenizer, prompts, samples_per_prompt, greedy):
@@ -133,6 +138,7 @@ class Recorder:
             logprobs = self.script.token_logprobs(args, model, rollout)
         noise = (sequences[:, P:] * torch.arange(1, T + 1)).to(logprobs.dtype).mul(7.1).sin() * 0.3 * mask
         truncated = torch.tensor([response[-1] != 1 for response in responses])
+        rollout |= {name: function(noise) * mask for name, function in EXTRA.items()}
         return rollout | {"old_logprobs": logprobs + noise, "entropy": noise.abs(), "truncated": truncated}
 
     def compute_advantages(self, args, rollout):
@@ -145,6 +151,7 @@ class Recorder:
         self.seen["scores"] += zip(*scores)
         kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
         self.seen["kl_errors"].append(float((rollout["kl"] - kl)[mask].abs().max()))
+        self.seen["events"].append(("compute_advantages", time.time(), rollout | result))
         return result
 
     def policy_loss(self, args, batch, logprobs, num_sequences, num_tokens):
@@ -153,7 +160,16 @@ class Recorder:
         counts = len(mask), int(mask.sum()), int(num_sequences), int(num_tokens)
         self.seen["calls"].append((len(self.seen["gradients"]), counts, deviation))
         self.seen["unsharded"].append(sum(not isinstance(x, DTensor) for x in self.models[0].parameters()))
+        self.seen["events"].append(("policy_loss", time.time(), batch | {"logprobs": logprobs.detach()}))
         return self.original["policy_loss"](args, batch, logprobs, num_sequences, num_tokens)
+
+    def value_loss(self, args, batch, values, num_tokens):
+        self.seen["events"].append(("value_loss", time.time(), batch | {"new_values": values.detach()}))
+        return self.original["value_loss"](args, batch, values, num_tokens)
+
+    def log(self, *args):
+        self.seen["events"].append(("log", time.time(), {}))
+        return self.original["log"](*args)
 
     def record_gradient(self, parameters, max_norm):
         """Stands in for clip_grad_norm_, which a script calls before each step of an optimizer."""
@@ -162,6 +178,7 @@ class Recorder:
         parts = [x.to_local() if isinstance(x, DTensor) else x for x in parameters]
         self.seen["kept"].append(sum(x.numel() for x in parts) / sum(x.numel() for x in parameters))
         self.trained[id(parameters[0])] = parameters
+        self.seen["events"].append(("step", time.time(), {}))
         return self.clip_grad_norm_(parameters, max_norm)
 
     def run(self, flags: dict) -> dict:

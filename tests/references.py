@@ -5,13 +5,39 @@ A script NAME.py has two functions here:
     NAME_advantages(args, rollout)                          of each response: one number, or one for each token
     NAME_loss(args, batch, new, num_sequences, num_tokens)  loss, share of clipped tokens (None: no clip)
 
-A loss is a sum over entries of new (B, T), so that autograd differentiates it; all else is plain numbers.
+A loss is a sum over entries of new (B, T), so that autograd differentiates it; all else is plain numbers. At the top
+stands what the tests must know of a method.
 """
 
 import math
 from typing import NamedTuple
 
 import torch
+
+FOR_0_AND_1 = {"maxrl"}  # scripts that take no other scores
+# The (B, T) tensors of only some methods, each from random numbers. A method with a new one adds a line.
+EXTRA = {"values": lambda x: x, "teacher_logprobs": lambda x: -x.abs()}
+
+
+def make_rollout(seed: int, k: int) -> dict:
+    """k responses to each of 4 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 10, (4 * k,))
+    lengths[:2] = 9
+    mask = torch.arange(9) < lengths[:, None]
+    mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
+    scores, greedy_scores = torch.randn(2, 4 * k, dtype=torch.float64)
+    old_logprobs, ref_logprobs, advantages = torch.randn(3, 4 * k, 9, dtype=torch.float64)
+    tensors = {
+        "old_logprobs": -old_logprobs.abs(),
+        "ref_logprobs": -ref_logprobs.abs(),
+        "advantages": advantages,
+    }
+    tensors["kl"] = tensors["old_logprobs"] - tensors["ref_logprobs"]
+    for name, function in EXTRA.items():
+        tensors[name] = function(torch.randn(4 * k, 9, dtype=torch.float64))
+    tensors = {name: x * mask for name, x in tensors.items()}
+    return {"response_mask": mask, "scores": scores, "greedy_scores": greedy_scores} | tensors
 
 
 def spread(values: list, mask) -> torch.Tensor:

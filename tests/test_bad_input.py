@@ -71,6 +71,9 @@ CASES = {
     "batch and groups": ("--samples_per_prompt 4 --batch_size 10", "--batch_size 10: use a multiple of 4"),
     "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
     "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
+    "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
+    "model in a pickle": ("--model {bad}/pickled", "model.safetensors"),
+    "reward misspelled": ("--reward exact_anwser", "model exact_anwser: use a folder"),
     "weights missing": ("--model {bad}/body_only", "1 weights missing", "policy as --model"),
     "model without EOS": ("--model {bad}/no_eos", "--model", "no EOS"),
     "reward model as policy": ("--model {toy}/reward_model", "policy as --model"),
@@ -82,7 +85,7 @@ CASES = {
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
     "prompts too long": ("--max_prompt_length 2", "0 of 16 prompts have 1 to 2 tokens", "or more"),
-    "beyond the positions": ("--max_response_length 125", "--max_response_length 125: 129", "128"),
+    "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
     "wrong number of scores": (
         "--reward {bad}/reward.py:wrong_number",
         "--reward",
@@ -107,20 +110,17 @@ def test_refused(case, bad, tmp_path, capsys):
 
 # What a library refuses, in a message that names the thing
 LIBRARY = {
-    "--model no/such-model": "no/such-model",
-    "--model {bad}/pickled": "safetensors",
     "--model {bad}/remote": "trust_remote_code",
     "--dataset no/such.jsonl": "no/such.jsonl",
-    "--dataset {bad}/torn.jsonl": "line 2 column 12",
+    "--dataset {bad}/torn.jsonl": "line 2 column 1",
     "--reward {bad}/none.py:f": "none.py",
     "--reward {bad}/reward.py:none": "none",
-    "--reward exact_anwser": "exact_anwser",
 }
 
 
 @pytest.mark.parametrize("words", LIBRARY)
 def test_refused_by_a_library(words, bad, tmp_path):
-    """No foreign code runs, no pickle is opened, and no run begins."""
+    """No foreign code runs, and no run begins."""
     flag, value = words.removeprefix("--").format(bad=bad).split()
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     with pytest.raises((OSError, ValueError, KeyError), match=LIBRARY[words]):
@@ -173,27 +173,18 @@ def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
 
 def test_ranks_compare_flags_rows_weights_and_checkpoints(tmp_path, monkeypatch):
     """Each changes the checksum that the ranks compare."""
-    seen = []
+    seen, layers, path = [], [torch.nn.Linear(2, 2) for _ in range(2)], tmp_path / "args.json"
     monkeypatch.setattr(grpo, "total", lambda x: seen.append(int(x)) or int(x))
-    monkeypatch.setattr(grpo, "__file__", str(ROOT / "grpo.py"))
-    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
 
-    def open_run(layer=layers[0], rows=DATA["few"], iteration=0, **flags):
-        state = {"policy": layer}
-        run_dir = tmp_path / str(len(seen))
-        args = grpo.Args(run_dir=str(run_dir), **flags)
-        if iteration:
-            run_dir.mkdir()
-            (run_dir / "args.json").write_text(json.dumps(vars(args) | {"ranks": 1}))
-            torch.save({"policy": layer.state_dict(), "iteration": iteration}, run_dir / "checkpoint.pt")
-        args.run_dir = str(tmp_path / "same")
-        monkeypatch.setattr(grpo, "Path", lambda path: run_dir if path == args.run_dir else Path(path))
-        grpo.open_run(args, state, rows)
+    def open_run(layer=layers[0], rows=DATA["few"], **flags):
+        return grpo.open_run(grpo.Args(run_dir=str(tmp_path), **flags), {"policy": layer}, rows)
 
     open_run()
     open_run(rows=DATA["chat"])
-    open_run(layer=layers[1])
-    open_run(iteration=1)
+    open_run(layers[1])
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
+    open_run(seed=2)
+    grpo.save_checkpoint(tmp_path, 1, {"policy": layers[0]})
     open_run(seed=2)
     assert len(set(seen)) == 5
 

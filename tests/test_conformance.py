@@ -1,8 +1,6 @@
-"""conformance/: its file is what its generator makes, our scripts pass it, and it names mistakes planted in them."""
+"""conformance/: our scripts pass its cases, and it names the mistakes that are planted in them."""
 
 import importlib
-import inspect
-import json
 import re
 from types import SimpleNamespace
 
@@ -11,76 +9,67 @@ import make_vectors
 import numpy as np
 import pytest
 import torch
-from adapters import ours
 from conftest import ROOT
+from explain import loss_and_push
+from planted import IN_VECTORS
 
-MODULES = {name: importlib.import_module(name) for name in check.VECTORS["methods"]}
-NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
-
-
-def test_the_file_is_what_the_generator_makes():
-    texts = [json.dumps(vectors) for vectors in (check.VECTORS, make_vectors.make_vectors())]
-    committed, made = ([float(x) for x in re.findall(NUMBER, text)] for text in texts)
-    assert committed == pytest.approx(made, rel=0, abs=1e-12), "make vectors"
-    assert len({re.sub(NUMBER, "", text) for text in texts}) == 1, "make vectors"
-    assert check.PATH.stat().st_size <= 400_000
+METHODS = check.VECTORS["methods"]
 
 
-@pytest.mark.parametrize("method", MODULES)
-def test_a_script_passes(method, capsys):
-    assert check.report(method, ours(MODULES[method]), 1e-10) == []
-    assert capsys.readouterr().out.count("passed") == len(make_vectors.PLAN["cases"])
+def ours(script):
+    """A script, as a function for check.report."""
+
+    def function(case):
+        args = SimpleNamespace(**{key: x.tolist() if hasattr(x, "tolist") else x for key, x in case.items()})
+        rollout = {key: torch.as_tensor(x) for key, x in case.items() if hasattr(x, "shape")}
+        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
+        mask = rollout["response_mask"] = rollout["response_mask"].bool()
+        rollout = {key: x * mask if x.shape == mask.shape else x for key, x in rollout.items()}
+        rollout |= script.compute_advantages(args, rollout)
+        sizes = case["num_sequences"], case["num_tokens"]
+        loss, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], *sizes)
+        return {"advantages": rollout["advantages"], "loss": loss, "gradient": -push}
+
+    return function
 
 
-def planted(method: str):
-    """Functions for report with a mistake in the script's code, or in the inputs."""
-    module, names = MODULES[method], ("whiten", "compute_advantages", "policy_loss")
-    source = "\n".join(inspect.getsource(getattr(module, name)) for name in names if hasattr(module, name))
-    for mistake, (_, _, *change) in make_vectors.PLAN["mistakes"].items():
-        if change and change[0] in source:
-            namespace = dict(vars(module))
-            exec(source.replace(*change), namespace)
-            yield mistake, ours(SimpleNamespace(**namespace))
-    for mistake, change in make_vectors.INPUT_MISTAKES.items():
-        if mistake != "compared across prompts":  # which is in the order, and not in an input
-
-            def function(case, change=change):
-                changes = change(case | {"response_mask": torch.tensor(case["response_mask"]).bool()})
-                return ours(module)(case | changes)
-
-            yield mistake, function
+@pytest.mark.parametrize("method", METHODS)
+def test_a_script_passes(method):
+    assert check.report(method, ours(importlib.import_module(method)), 1e-10) == []
 
 
-def test_planted_mistakes_are_named(capsys):
-    named = set()
-    for method, cases in check.VECTORS["methods"].items():
-        for mistake, function in planted(method):
-            listed = {case["name"] for case in cases if mistake in case["mistakes"]}
-            if not listed:  # the line is that of another estimator
-                continue
-            found = check.report(method, function)
-            assert {case for case, _, _, names in found if mistake in names} == listed, (method, mistake)
-            named.add(mistake)
-    assert len(named) >= 50
-    assert "grpo, ratios beyond the clip: gradient off by" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "bug", [bug for bug in IN_VECTORS if bug.script in METHODS], ids=lambda bug: bug.name
+)
+def test_a_planted_bug_is_named(bug):
+    listed = {case["name"] for case in METHODS[bug.script] if bug.name in case["mistakes"]}
+    found = check.report(bug.script, ours(bug.module()))
+    assert listed and {case for case, _, _, names in found if bug.name in names} == listed
 
 
-def test_nothing_is_no_pass():
+def test_the_file_has_all_mistakes():
+    listed = {name for cases in METHODS.values() for case in cases for name in case["mistakes"]}
+    assert listed == {*make_vectors.INPUT_MISTAKES, *(bug.name for bug in IN_VECTORS)}, "make vectors"
+
+
+@pytest.mark.parametrize(
+    "loss, end", [("", "passed"), ('losses.sum() / case["num_tokens"]', "mean over tokens")]
+)
+def test_the_example_of_the_page(loss, end, capsys):
+    page = (ROOT / "conformance" / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    right = '(losses.sum(1) / mask.sum(1)).sum() / case["num_sequences"]'
+    assert right in example
+    exec(example.replace(right, loss or right), {})
+    assert all(line.endswith(end) for line in capsys.readouterr().out.splitlines())
+
+
+def test_what_is_no_number_fails_on_the_mask_and_passes_outside_of_advantages():
     with pytest.raises(ValueError, match="returned nothing"):
         check.report("grpo", lambda case: {})
 
-
-def test_the_example_of_the_page_passes(capsys):
-    page = (ROOT / "conformance" / "README.md").read_text()
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
-    assert capsys.readouterr().out.count("passed") == len(make_vectors.PLAN["cases"])
-
-
-def test_nan_passes_outside_the_mask_of_advantages_only():
     def function(case):
-        results = ours(MODULES["grpo"])(case)
-        names = ("advantages", "gradient")
-        return {name: np.where(case["response_mask"], results[name], np.nan) for name in names}
+        results = ours(importlib.import_module("grpo"))(case)
+        return {x: np.where(case["response_mask"], results[x], np.nan) for x in ("advantages", "gradient")}
 
-    wrong = [key for _, key, _, _ in check.report("grpo", function)]
-    assert wrong == ["gradient"] * len(make_vectors.PLAN["cases"])
+    assert [key for _, key, _, _ in check.report("grpo", function)] == ["gradient"] * len(METHODS["grpo"])

@@ -1,12 +1,8 @@
 """The data scripts: right answers, held-out prompts, rewards. make test-real trains a real model, too."""
 
-import json
-import zlib
-
 import datasets
 import gsm8k
 import pytest
-import reasoning
 import reversal
 import transformers
 from conftest import ROOT, launch, read_jsonl, words_of, write_jsonl
@@ -34,11 +30,6 @@ def test_lists_have_right_answers_and_hold_out_what_they_say(tmp_path):
     for row in read_jsonl(tmp_path / "pairs.jsonl"):
         right = answer_to(row["prompt"][-1])
         assert row["chosen"][0]["content"] == right != row["rejected"][0]["content"]
-
-
-def test_lists_are_those_of_the_committed_results_of_real():
-    rows = json.dumps(reversal.make_rows(reversal.Args()))
-    assert zlib.crc32(rows.encode()) == 3345264551
 
 
 def test_scores_of_lists():
@@ -82,15 +73,3 @@ def test_pipeline_opens_the_result(tmp_path):
 def test_gsm8k_compares_numbers():
     said = ["Think. #### 1,000", "so #### $1000.0", "1000", "#### 100"]
     assert gsm8k.reward(said, ["1000"] * 4) == [1, 1, 0, 0]
-
-
-@pytest.mark.real
-def test_an_answer_that_is_half_right_counts_nothing():
-    """A puzzle of reasoning-gym, scored by its own function, with and without tags."""
-    args = reasoning.Args("knights_knaves", ("n_people=3",), ("n_people=2",), size=20, held_out=3)
-    row = next(row for row in reasoning.make_rows(args)["train"] if "knight" in row["answer"])
-    half = row["answer"].replace("knight", "knave", 1)
-    assert half != row["answer"]
-    said = [row["answer"], f"<think> {half} </think>\n<answer>{row['answer']}</answer>", half, "no idea"]
-    columns = {name: [row[name]] * 4 for name in ("task", "entry")}
-    assert reasoning.score(said, **columns) == [1, 1, 0, 0]

@@ -1,39 +1,23 @@
-"""Every script's estimator against loops in float64 (references.py), and what docs/estimators.md says of it."""
+"""Every script's estimator against loops in float64 (references.py), and what its advantages depend on."""
 
 import dataclasses
 import importlib
+import inspect
 import re
-import runpy
 from itertools import product
-from typing import NamedTuple
 
+import exact
 import pytest
 import references
 import torch
-from common import patched
-from conftest import POLICY_SCRIPTS, ROOT, is_for_0_and_1
+from conftest import POLICY_SCRIPTS
+from explain import loss_and_push
+from planted import BUGS
+from references import FOR_0_AND_1, make_rollout
 
 MODULES = {name: importlib.import_module(name) for name in POLICY_SCRIPTS}
 EXACT = dict(rtol=1e-10, atol=1e-11)
 each_script = pytest.mark.parametrize("name", POLICY_SCRIPTS)
-
-
-class Row(NamedTuple):
-    """A row of the table in docs/estimators.md, without the script."""
-
-    advantage: str
-    loss: str
-    k: str  # responses per prompt, by default
-    compared_with: str  # whose scores, besides its own, change the advantages of a response
-    scale: str  # yes: scores times 9 give the same advantages without KL; 0 or 1: it takes no others
-    kl_in: str  # the reward, and so the advantages, or the loss
-    clip: str  # of the objective, so that a token beyond it has no gradient, or of a weight
-    steps: str  # optimizer steps per rollout, by default
-
-
-PAGE = (ROOT / "docs" / "estimators.md").read_text()
-TABLE = re.findall(r"^\| \[`(\w+)`\]\S+ \| (.*) \|$", PAGE, re.MULTILINE)
-ROWS = {name: Row(*cells.split(" | ")) for name, cells in TABLE}
 
 
 def make_args(name: str, **flags):
@@ -45,29 +29,6 @@ def make_args(name: str, **flags):
 def ks_of(name: str) -> list[int]:
     """Group sizes to test a script with."""
     return [k for k in range(2, 9) if k >= MODULES[name].Args.min_samples_per_prompt]
-
-
-def make_rollout(seed: int, k: int) -> dict:
-    """k responses to each of 3 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
-    torch.manual_seed(seed)
-    lengths = torch.randint(1, 10, (3 * k,))
-    lengths[:2] = 9
-    mask = torch.arange(9) < lengths[:, None]
-    mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
-    numbers = torch.randn(4, 3 * k, 9, dtype=torch.float64) * mask
-    old_logprobs, ref_logprobs = -numbers[:2].abs()
-    scores, greedy_scores = torch.randn(2, 3 * k, dtype=torch.float64)
-    return {
-        "response_mask": mask,
-        "scores": scores,
-        "greedy_scores": greedy_scores,
-        "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs,
-        "teacher_logprobs": -numbers[2].abs(),
-        "kl": old_logprobs - ref_logprobs,
-        "values": numbers[2],
-        "advantages": numbers[3],
-    }
 
 
 def with_two_rewards(rollout: dict) -> dict:
@@ -82,7 +43,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
         args = make_args(name, kl_coef=beta, samples_per_prompt=k, max_response_length=9, overlong_buffer=4)
         rollout = make_rollout(seed, k)
         equal = 1 / 3
-        if is_for_0_and_1(name):
+        if name in FOR_0_AND_1:
             rollout["scores"] = (rollout["scores"] > 0).double()
             equal = 1.0
         if name == "gdpo":
@@ -102,7 +63,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
     for seed in range(5):
-        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1)
+        batch, args = make_rollout(seed, k=3), make_args(name, kl_coef=0.2, delta=0.1, max_ratio=1.5)
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
@@ -116,7 +77,9 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 
         parts = stats["policy_loss"] + stats.get("kl_loss", 0.0)
         torch.testing.assert_close(parts, loss.detach(), **EXACT)
-        assert ("kl_loss" in stats) == (ROWS[name].kl_in == "loss")
+        other_ref = batch | {"ref_logprobs": 2 * batch["ref_logprobs"]}
+        other_loss, _ = MODULES[name].policy_loss(args, other_ref, logprobs, num_sequences=13, num_tokens=57)
+        assert ("kl_loss" in stats) == bool(other_loss != loss)
         limited = stats.get("clip_fraction", stats.get("rejected"))  # share of tokens, or of responses
         assert (limited is None) == (share is None)
         if share is not None:
@@ -125,7 +88,7 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
 
 def test_value_loss_and_its_gradient_equal_the_loops():
     batch, args = make_rollout(0, k=8), MODULES["ppo"].Args(value_clip_eps=0.2)
-    noise, batch["returns"] = torch.randn(2, 24, 9, dtype=torch.float64) * batch["response_mask"]
+    noise, batch["returns"] = torch.randn(2, 32, 9, dtype=torch.float64) * batch["response_mask"]
     values = (batch["values"] + 0.3 * noise).requires_grad_()
     loss, _ = MODULES["ppo"].value_loss(args, batch, values, num_tokens=41)
     expected = references.ppo_value_loss(args, batch, values, 41)
@@ -134,9 +97,11 @@ def test_value_loss_and_its_gradient_equal_the_loops():
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, values)[0], **EXACT)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ROWS if re.search("std}_|as `grpo`", ROWS[name].advantage)]
-)
+def divides_by_a_std(name: str) -> bool:
+    return bool(re.search(r"\.std\(|variance", inspect.getsource(MODULES[name].compute_advantages)))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_SCRIPTS if divides_by_a_std(name)])
 def test_equal_scores_in_float32(name):
     """The mean of k equal floats may be off by a rounding; over a std of that size it would be |A| = 0.95."""
     for k, score in product(ks_of(name), (0.1, 1 / 3, -0.7)):
@@ -154,9 +119,33 @@ def test_whitening_survives_float32():
         assert abs(float(white.mean())) < 1e-2 and abs(float(white.std(correction=0)) - 1) < 1e-2
 
 
-# Three groups of eight responses without holes
+# Four groups of eight responses without holes
 BASE = make_rollout(0, 8)
 BASE["response_mask"][:2] = True
+INDEX = torch.arange(32)
+CHANGES = {
+    "level": {"scores": BASE["scores"] + 7.0 * (INDEX < 8)},  # of the group's scores
+    "scale": {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")},  # of all scores
+    "batch": {"scores": BASE["scores"] + 7.0 * (INDEX == 9)},  # one score of another group
+    "critic": {"values": 3 * BASE["values"]},
+    "greedy": {"greedy_scores": 3 * BASE["greedy_scores"]},
+    "kl": {"kl": -50 * BASE["kl"]},
+}
+# Those that change the advantages of the first group. The table in docs/methods.md says it, too.
+DEPENDS_ON = {
+    "reinforce": "level scale batch kl",
+    "reinforce_pp": "level batch kl",
+    "ppo": "level batch critic kl",
+    "flash_reinforce": "level scale batch",
+    "reinforce_pp_baseline": "batch",
+    "gdpo": "batch",
+    "remax": "level scale greedy kl",
+    "rloo": "scale kl",
+    "raft": "kl",
+    "opo": "scale",
+    "dr_grpo": "scale",
+    "maxrl": "level",
+} | dict.fromkeys(["grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "distill", "sdpo"], "")
 
 
 def advantages_of(name: str, **changes) -> torch.Tensor:
@@ -168,56 +157,35 @@ def advantages_of(name: str, **changes) -> torch.Tensor:
     return MODULES[name].compute_advantages(args, rollout)["advantages"][:8]
 
 
-def slopes(name: str, log_ratio: float) -> torch.Tensor:
-    """The gradient of the loss without KL at each token, where all ratios are equal and all advantages 1."""
-    logprobs = (BASE["old_logprobs"] + log_ratio).requires_grad_()
-    batch = BASE | {"advantages": BASE["response_mask"].double()}
-    loss, _ = MODULES[name].policy_loss(make_args(name, kl_coef=0.0), batch, logprobs, 5, 7)
-    return torch.autograd.grad(loss, logprobs)[0]
+@pytest.mark.parametrize("name", DEPENDS_ON)
+def test_what_advantages_depend_on(name):
+    found = []
+    for what, change in CHANGES.items():
+        no_kl = {"kl": 0 * BASE["kl"]} if what == "scale" else {}
+        pair = advantages_of(name, **no_kl), advantages_of(name, **no_kl, **change)
+        if not torch.allclose(*pair, rtol=1e-3, atol=1e-3):
+            found.append(what)
+    assert found == DEPENDS_ON[name].split()
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-3)
+IN_ESTIMATORS = [
+    bug for bug in BUGS.values() if bug.tests == "test_estimators.py" and bug.where != "references"
+]
 
 
-@each_script
-def test_what_the_table_says_of_advantages(name):
-    row, scores, response = ROWS[name], BASE["scores"], torch.arange(24)
-    if is_for_0_and_1(name):
-        scores = (response % 4 == 0).double()
-        neighbor_changed = advantages_of(name, scores=scores + (response == 1))
-        is_alone = equal(neighbor_changed[0], advantages_of(name, scores=scores)[0])
-        assert is_alone != any(x in row.compared_with for x in ("group", "batch"))
-    else:
-        group_moved = advantages_of(name, scores=scores + 7.0 * (response < 8))
-        is_shift_free = any(x in row.compared_with for x in ("the group", "the teacher"))
-        assert equal(group_moved, advantages_of(name)) == is_shift_free
-        times_nine = {key: 9 * BASE[key] for key in ("scores", "greedy_scores", "values")}
-        no_kl = {"kl": 0 * BASE["kl"]}
-        is_scale_free = equal(advantages_of(name, **no_kl, **times_nine), advantages_of(name, **no_kl))
-        assert is_scale_free == (row.scale == "yes")
-    advantages = advantages_of(name, scores=scores)
-    another_changed = advantages_of(name, scores=scores + (response == 9))
-    assert equal(another_changed, advantages) != ("the batch" in row.compared_with)
-    other_values = advantages_of(name, scores=scores, values=3 * BASE["values"])
-    assert equal(other_values, advantages) != ("the critic" in row.compared_with)
-    other_greedy = advantages_of(name, scores=scores, greedy_scores=3 * BASE["greedy_scores"])
-    assert equal(other_greedy, advantages) != ("the greedy response" in row.compared_with)
-    other_kl = advantages_of(name, scores=scores, kl=-50 * BASE["kl"])
-    assert equal(other_kl, advantages) != (row.kl_in == "reward")
-
-
-@each_script
-def test_what_the_table_says_of_flags_and_clip(name):
-    args, row = make_args(name), ROWS[name]
-    far = slopes(name, 3.0)[BASE["response_mask"]]  # good responses, far beyond any clip
-    assert bool((far == 0).all()) == row.clip.startswith(("objective", "probability", "response"))
-    flags = [flag for flag in ("clip_eps", "clip_eps_low", "clip_eps_high", "delta") if hasattr(args, flag)]
-    assert all(f"{getattr(args, flag):g}" in row.clip for flag in flags)
-    steps = str(args.num_minibatches * args.update_epochs)
-    if "num_minibatches" not in vars(args):  # it is not a flag
-        steps += ", fixed"
-    assert (row.k, row.steps) == (str(args.samples_per_prompt), steps)
+@pytest.mark.parametrize("bug", IN_ESTIMATORS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_noticed(bug, monkeypatch):
+    """By one of the tests above, as a difference and not as an exception of the script."""
+    has_std = divides_by_a_std(bug.script)
+    monkeypatch.setitem(MODULES, bug.script, bug.module())
+    with pytest.raises(AssertionError):
+        if bug.where == "ppo.value_loss":
+            test_value_loss_and_its_gradient_equal_the_loops()
+        else:
+            test_loss_gradient_and_clip_fraction_equal_the_loops(bug.script)
+            test_advantages_equal_the_loops_and_carry_no_gradient(bug.script, 0.3)
+        if has_std:
+            test_equal_scores_in_float32(bug.script)
 
 
 WEIGHTS = {"tis": lambda x: min(x, 2.0), "icepop": lambda x: x if 0.5 <= x <= 5.0 else 0.0}
@@ -225,7 +193,7 @@ WEIGHTS = {"tis": lambda x: min(x, 2.0), "icepop": lambda x: x if 0.5 <= x <= 5.
 
 @pytest.mark.parametrize("patch", WEIGHTS)
 @pytest.mark.parametrize("part", ["policy gradient", "KL"])
-def test_a_patch_weighs_a_token_by_its_ratio_to_the_sampler(patch, part, tmp_path):
+def test_a_patch_weighs_a_token_by_its_ratio_to_the_sampler(patch, part):
     """The policy gradient of grpo.py, times a function of pi_old / mu; the KL is not weighted."""
     batch = make_rollout(0, 4)
     sampler_ratio = (1.5 * batch["values"].flip(0)).exp()
@@ -234,10 +202,7 @@ def test_a_patch_weighs_a_token_by_its_ratio_to_the_sampler(patch, part, tmp_pat
     if part == "KL":
         batch["advantages"] = 0 * batch["advantages"]
         weights, kl_coef = 1.0, 0.3
-    script = patched("grpo", [patch], tmp_path)
-    gradients = []
-    for grpo in (vars(MODULES["grpo"]), runpy.run_path(script)):
-        logprobs = (batch["old_logprobs"] + 0.5 * batch["values"]).requires_grad_()
-        loss, _ = grpo["policy_loss"](grpo["Args"](kl_coef=kl_coef), batch, logprobs, 13, 57)
-        gradients += torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(gradients[1], weights * gradients[0], **EXACT)
+    logprobs, pushes = batch["old_logprobs"] + 0.5 * batch["values"], []
+    for grpo in (MODULES["grpo"], exact.module("grpo", (patch,))):
+        pushes.append(loss_and_push(grpo, grpo.Args(kl_coef=kl_coef), batch, logprobs, 13, 57)[1])
+    torch.testing.assert_close(pushes[1], weights * pushes[0], **EXACT)

@@ -1,7 +1,7 @@
 """Micro-batches and ranks change memory and time, never a gradient: every script's main, in policy scripts on a fixed
 rollout.
 
-All cases of a number of ranks run in one launch of driver.py.
+All cases of a number of ranks run in one launch of driver.py. The parameter `name` of each test is its script.
 """
 
 import dataclasses
@@ -77,10 +77,12 @@ def cases_of(name: str, ranks: int, folder, out) -> dict[str, dict]:
     return cases
 
 
-def record_all(ranks: int, folder, out) -> dict[tuple, list[dict]]:
-    """By script and case, what each rank saw."""
+def record_all(ranks: int, folder, out, request) -> dict[tuple, list[dict]]:
+    """By script and case, what each rank saw; only of scripts whose tests are selected."""
     keys, cases = [], []
-    for name in (*POLICY_SCRIPTS, *STAGE_DATA):
+    for name in {
+        item.callspec.params["name"]: 0 for item in request.session.items if item.path == request.path
+    }:
         its_cases = (
             stage_cases(name, ranks, folder) if name in STAGE_DATA else cases_of(name, ranks, folder, out)
         )
@@ -91,13 +93,13 @@ def record_all(ranks: int, folder, out) -> dict[tuple, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):
-    return record_all(1, folder, tmp_path_factory.mktemp("alone"))
+def alone(folder, tmp_path_factory, request):
+    return record_all(1, folder, tmp_path_factory.mktemp("alone"), request)
 
 
 @pytest.fixture(scope="module")
-def pair(folder, tmp_path_factory):
-    return record_all(2, folder, tmp_path_factory.mktemp("pair"))
+def pair(folder, tmp_path_factory, request):
+    return record_all(2, folder, tmp_path_factory.mktemp("pair"), request)
 
 
 def joined(seen: list[dict], key: str) -> list:
@@ -195,23 +197,26 @@ def test_ranks_sample_different_prompts_and_stay_equal(alone, pair, name):
     assert not kl or abs(kl[0]) < 1e-4 < abs(kl[2])
 
 
-def test_draws_of_grpo_differ_between_ranks_and_iterations(pair):
+@pytest.mark.parametrize("name", ["grpo"])
+def test_draws_differ_between_ranks_and_iterations(pair, name):
     """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
-    draws = [str(responses) for responses in joined(pair["grpo", "same"], "responses")]
+    draws = [str(responses) for responses in joined(pair[name, "same"], "responses")]
     assert len(draws) == 4 == len(set(draws))
 
 
-def test_two_ranks_resume_to_the_last_bit(pair):
+@pytest.mark.parametrize("name", ["ppo"])
+def test_two_ranks_resume_to_the_last_bit(pair, name):
     """Of all scripts, ppo.py has the most in its checkpoint. test_runs.py has kills on one rank."""
-    whole, resumed = pair["ppo", "sampled"], pair["ppo", "resumed"]
+    whole, resumed = pair[name, "sampled"], pair[name, "resumed"]
     assert resumed[0]["metrics"] == whole[0]["metrics"] and len(whole[0]["metrics"]) == 3
     for one, other in zip(whole, resumed):
         assert one["digests"][1:] == other["digests"][1:]  # of the weights
 
 
-def test_two_ranks_of_dapo_sample_as_often_as_each_needs(pair):
+@pytest.mark.parametrize("name", ["dapo"])
+def test_two_ranks_sample_as_often_as_each_needs(pair, name):
     """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
-    seen = pair["dapo", "threes"]
+    seen = pair[name, "threes"]
     rollouts = [len(rank["responses"]) for rank in seen]
     assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
     assert seen[0]["digests"] == seen[1]["digests"]

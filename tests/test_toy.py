@@ -44,7 +44,7 @@ def test_answers_are_right_and_held_out_prompts_are_held_out():
 
 @pytest.mark.parametrize("name", SKELETONS)
 def test_it_learns(tmp_path, name):
-    """Within a few iterations; one with a wrong sign falls. All scripts: experiments/toy_seeds.py."""
+    """Within a few iterations; one with a wrong sign falls. All scripts: experiments/toy.py."""
     run(name, run_dir=tmp_path, num_iterations=15, batch_size=128, max_response_length=40, learning_rate=4e-4)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     score, length = ([line[key] for line in lines] for key in ("score", "response_length"))

@@ -34,12 +34,20 @@ class Args:
     scripts: tuple[str, ...] = tuple(sync.policy_scripts())
 
 
-def loss_and_push(module, settings, batch, logprobs, num_tokens):
-    """The loss, and minus its gradient with respect to the log-probs (B, T)."""
-    logprobs = logprobs.clone().requires_grad_()
-    loss, _ = module.policy_loss(settings, batch, logprobs, len(logprobs), num_tokens)
+def loss_and_push(script, args, batch, logprobs, num_sequences, num_tokens):
+    """The loss of a script, and minus its gradient with respect to the log-probs (B, T)."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    loss, _ = script.policy_loss(args, batch, logprobs, num_sequences, num_tokens)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), 0.0 - gradient  # -gradient would print 0 as -0.000
+
+
+def make_rollout(scores, lengths, **tensors) -> dict:
+    """A rollout of responses of these lengths, with log-probs and a KL of 0 unless given; in float64."""
+    scores, lengths = torch.as_tensor(scores, dtype=torch.float64), torch.as_tensor(lengths)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
+    zeros = dict.fromkeys(("old_logprobs", "ref_logprobs", "kl"), 0.0 * mask.double())
+    return {"response_mask": mask, "scores": scores} | zeros | tensors
 
 
 def explain(args: Args, script: str):
@@ -49,15 +57,15 @@ def explain(args: Args, script: str):
     if args.kl_coef is not None and "kl_coef" in {field.name for field in dataclasses.fields(module.Args)}:
         flags["kl_coef"] = args.kl_coef
     settings = module.Args(**flags)
-    mask = torch.arange(max(args.lengths)) < torch.tensor(args.lengths)[:, None]  # (B, T)
-    tokens = mask.double()
-    rollout = {"response_mask": mask, "scores": torch.tensor(args.scores, dtype=torch.float64)}
-    rollout |= {"old_logprobs": math.log(0.4) * tokens, "kl": args.kl * tokens}  # 0.4 is arbitrary
-    if settings.kl_coef:  # without a KL there is no reference
-        rollout["ref_logprobs"] = rollout["old_logprobs"] - rollout["kl"]
+    rollout = make_rollout(args.scores, args.lengths)
+    mask = rollout["response_mask"].double()
+    rollout |= {"old_logprobs": math.log(0.4) * mask, "kl": args.kl * mask}  # 0.4 is arbitrary
+    rollout["ref_logprobs"] = rollout["old_logprobs"] - rollout["kl"]
+    if not settings.kl_coef:  # there is no reference
+        del rollout["ref_logprobs"]
     rollout |= module.compute_advantages(settings, rollout)
-    logprobs = rollout["old_logprobs"] + math.log(args.ratio) * tokens
-    _, push = loss_and_push(module, settings, rollout, logprobs, int(mask.sum()))
+    logprobs = rollout["old_logprobs"] + math.log(args.ratio) * mask
+    _, push = loss_and_push(module, settings, rollout, logprobs, len(mask), int(mask.sum()))
     return rollout["advantages"], push
 
 
@@ -87,8 +95,7 @@ def print_group(args: Args) -> None:
 def print_gae() -> None:
     """ppo's advantages of one response with score 1, before they are whitened."""
     module, values = importlib.import_module("ppo"), torch.tensor([[0.5, 0.6, 0.9]], dtype=torch.float64)
-    rollout = {"values": values, "kl": torch.zeros_like(values), "scores": values.new_ones(1)}
-    rollout["response_mask"] = values > 0
+    rollout = make_rollout([1.0], [3], values=values)
     lines = []
     for gae_lambda in (0.0, 0.95, 1.0):
         result = module.compute_advantages(module.Args(gae_lambda=gae_lambda), rollout)
@@ -102,12 +109,12 @@ def print_kl() -> None:
     lines, means = [], [0.0, 0.0, 0.0]
     for token, policy, reference in ((1, 0.5, 0.25), (2, 0.5, 0.75)):
         logprobs, ref_logprobs = torch.tensor([[[policy]], [[reference]]], dtype=torch.float64).log()
-        batch = {"advantages": 0 * logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
-        batch["response_mask"] = torch.ones(1, 1, dtype=torch.bool)
+        tensors = {"advantages": 0 * logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
+        batch = make_rollout([0.0], [1], **tensors)
         numbers, pushes = [(logprobs - ref_logprobs).item()], []  # k1
         for script in ("reinforce_pp_baseline", "grpo"):  # k2, k3
             module = importlib.import_module(script)
-            loss, push = loss_and_push(module, module.Args(kl_coef=1.0), batch, logprobs, 1)
+            loss, push = loss_and_push(module, module.Args(kl_coef=1.0), batch, logprobs, 1, 1)
             numbers.append(loss)
             pushes.append(push.item())
         means = [mean + policy * x for mean, x in zip(means, numbers)]

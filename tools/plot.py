@@ -1,12 +1,9 @@
-"""Draw score, KL, response length, entropy and evaluations of runs into a PNG.
+"""Draw score, KL, response length, entropy and evaluations of runs into a PNG. Needs matplotlib (the group test).
 
-    python tools/plot.py runs/a runs/b                one line each, into plot.png
-    python tools/plot.py runs/a runs/b --out b.png    into another file
+    python tools/plot.py runs/a runs/b --out b.png
 
-Runs whose flags differ only in the seed share a line: their mean, shaded from the lowest to the highest value. With
-more than 7 lines there is no shading. Where one run ends earlier, the line continues with the others. --exp_name and
-the flags that differ name a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin. It needs
-matplotlib (pip install --group test).
+Runs whose flags differ only in the seed share a line, their mean, shaded from the lowest to the highest value. The
+flags that differ name a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
 """
 
 import json
@@ -21,10 +18,9 @@ from statistics import mean
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-TITLES = {"kl": "KL to the start (nats)", "response_length": "response length"}
 FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
-STYLES = ["-", (0, (4, 1.5)), (0, (1, 1))]  # so that 21 lines can be told apart
+STYLES = ["-", "--", ":"]  # for more than 7 lines
 
 
 @dataclass
@@ -35,41 +31,25 @@ class Args:
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:
     """The flags and the lines of metrics.jsonl, one for each iteration."""
-    try:
-        flags = json.loads((folder / "args.json").read_text())
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {folder} is no run: {error}; give a folder with args.json and metrics.jsonl")
     rows = defaultdict(dict)
-    for line in lines:
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
         if line.endswith("}"):  # else it is half a line, where the run was killed
             row = json.loads(line)
-            rows[row["iteration"]] |= row  # an evaluation belongs to the iteration before it
+            rows[row["iteration"]] |= row
     if not rows:
         sys.exit(f"error: {folder} has no finished iteration yet; leave it out")
-    return flags, list(rows.values())
+    return json.loads((folder / "args.json").read_text()), list(rows.values())
 
 
 def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
     """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
     groups = defaultdict(list)
     for flags, rows in runs:
-        label = [flags["exp_name"]]
         others = [other for other, _ in runs if other["exp_name"] == flags["exp_name"]]
-        for name, value in flags.items():
-            if name not in FREE and any(other.get(name) != value for other in others):
-                label.append(f"{name} {value}")
-        groups[" ".join(label)].append(rows)
+        is_own = {name: any(other.get(name) != x for other in others) for name, x in flags.items()}
+        label = [f"{name} {x}" for name, x in flags.items() if is_own[name] and name not in FREE]
+        groups[" ".join([flags["exp_name"], *label])].append(rows)
     return groups
-
-
-def points(seeds: list[list[dict]], name: str) -> list[tuple]:
-    """(iteration, mean, lowest, highest) of a metric over the seeds, for each iteration that has it."""
-    values = defaultdict(list)
-    for row in chain(*seeds):
-        if name in row:
-            values[row["iteration"]].append(row[name])
-    return [(i, mean(ys), min(ys), max(ys)) for i, ys in sorted(values.items())]
 
 
 def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
@@ -79,8 +59,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    all_rows = chain(*chain(*groups.values()))
-    found = dict.fromkeys(chain(*all_rows))  # names of metrics, in their order
+    found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     columns = min(columns, len(names))
     height = math.ceil(len(names) / columns)
@@ -89,17 +68,19 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
     handles = {}  # lines by their label
     for axis, name in zip(axes.flat, names):
         for number, (label, seeds) in enumerate(groups.items()):
-            line = points(seeds, name)
-            if not line:
-                continue
-            xs, means, lows, highs = zip(*line)
-            color = COLORS[number % len(COLORS)]
-            style = STYLES[number // len(COLORS) % len(STYLES)]
+            values = defaultdict(list)  # by iteration
+            for row in chain(*seeds):
+                if name in row:
+                    values[row["iteration"]].append(row[name])
+            xs = sorted(values)
+            color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
+            means = [mean(values[x]) for x in xs]
             marker = "." if len(xs) < 10 else ""
             [handles[label]] = axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker)
             if len(groups) <= len(COLORS):  # more shades than that would hide the lines
-                axis.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
-        axis.set_title(TITLES.get(name, name), fontsize=10)
+                ends = ([end(values[x]) for x in xs] for end in (min, max))
+                axis.fill_between(xs, *ends, color=color, alpha=0.15, linewidth=0)
+        axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.25)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
@@ -122,8 +103,7 @@ def save(figure, path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    runs = [read_run(folder) for folder in args.runs] or sys.exit("error: give one run folder or more")
-    draw(group_runs(runs), args.out)
+    draw(group_runs([read_run(folder) for folder in args.runs]), args.out)
     print(f"wrote {args.out}")
 
 

@@ -189,19 +189,23 @@ def function_of(source: str, name: str) -> str:
     return re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
 
 
-def print_scripts(*names: str) -> None:
-    """Print a table of scripts, or of all in a folder, with what their docstrings begin with. README.md shows it."""
+def print_scripts(folder: str) -> None:
+    """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
     print("\n| script | what it does |\n|---|---|")
-    found = paths()
-    names = [
-        name
-        for x in names
-        for name in ([*found] if x in FOLDERS else [x])
-        if x == name or found[name].parent.name == x
-    ]
+    names = (
+        [*STAGES, *CORE]
+        if folder == "."
+        else [name for name, path in paths().items() if path.parent.name == folder]
+    )
     for name in names:
-        title = re.search(r'^"""(.*)\.$', found[name].read_text(), re.MULTILINE)[1]
-        print(f"| [`{name}.py`]({found[name].relative_to(ROOT)}) | {title} |")
+        path = paths()[name]
+        [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
+        page = f"methods.md#{name}"
+        if name in STAGES:
+            page = f"stages.md#{name}"
+        elif folder == "variants":
+            page = f"variants.md#{features_of(name)[0]}"
+        print(f"| [`{name}.py`]({path.relative_to(ROOT)}) | {title} ([more](docs/{page})) |")
     print()
 
 

@@ -394,8 +394,8 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
-        rollout["ref_logprobs"] = rollout["old_logprobs"]  # with --kl_coef 0 any would do: their weight is 0
         release(policy)  # all responses are sampled
+        rollout["ref_logprobs"] = rollout["old_logprobs"]  # with --kl_coef 0 any would do: their weight is 0
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         # Some methods subtract kl from the reward; for the others it is only a metric.

@@ -1,183 +1,136 @@
-// The page Compare: two scripts side by side, or in one column. SCRIPTS and HUNKS come from data.js.
-import { python } from "@codemirror/lang-python";
-import { forceParsing, syntaxHighlighting } from "@codemirror/language";
-import { Chunk, getChunks, MergeView, presentableDiff, unifiedMergeView } from "@codemirror/merge";
-import { Compartment, EditorState } from "@codemirror/state";
-import { Decoration, EditorView, lineNumbers } from "@codemirror/view";
-import { classHighlighter } from "@lezer/highlight";
-
+// The page Compare: two scripts side by side, on a phone below each other. LINES, SCRIPTS and HUNKS come from data.js.
 const $ = (id) => document.getElementById(id);
-const narrow = matchMedia("(max-width: 899px)");
-const here = new Compartment(); // marks the change that the keyboard is at
-let merge; // what is shown: a MergeView of two editors, or one editor
-let views = [];
-let at = -1;
-let open = false;
+const CONTEXT = 3; // equal lines that stay visible before and after a change
+let at; // the change that the keys have reached, or -1
+const textOf = (number) => LINES[number].replace(/<[^>]*>/g, "");
 
-/** The text that differs inside a hunk; none where most does, since the colour of the lines says so. */
-function changesInside(a, b) {
-  const changes = presentableDiff(a, b, { scanLimit: 500 });
-  const changed = changes.reduce((sum, c) => sum + c.toA - c.fromA + c.toB - c.fromB, 0);
-  return changed < 0.6 * (a.length + b.length) ? changes : [];
+/** The lines from first to end of a script, as a column. */
+function column(side, name, first, end) {
+  const lines = SCRIPTS[name].lines.slice(first, end).map((number, i) => {
+    const indent = textOf(number).search(/\S|$/);
+    return `<div class="line" data-n="${first + i + 1}" style="--indent:${indent + 2}ch">${LINES[number]}</div>`;
+  });
+  return `<div class="${side}">${lines.join("")}</div>`;
 }
 
-// The library looks for changes itself, and takes a blank line between two of them for changed. Here it is
-// given those of `diff`, so that the page shows what a terminal does.
-Chunk.build = (a, b, { hunks }) => {
-  const start = (doc, line) => (line < doc.lines ? doc.line(line + 1).from : doc.length + 1);
-  return hunks.map(([a0, a1, b0, b1]) => {
-    const [fromA, toA, fromB, toB] = [start(a, a0), start(a, a1), start(b, b0), start(b, b1)];
-    const both = a0 < a1 && b0 < b1;
-    const inside = both ? changesInside(a.sliceString(fromA, toA - 1), b.sliceString(fromB, toB - 1)) : [];
-    return new Chunk(inside, fromA, toA, fromB, toB);
-  });
-};
-
-/** Lines that do not fit are wrapped under their own indentation. */
-const indent = EditorView.decorations.compute(["doc"], ({ doc }) => {
-  const lines = [];
-  for (let n = 1; n <= doc.lines; n++) {
-    const { from, text } = doc.line(n);
-    const attributes = { style: `--indent: ${text.match(/^ */)[0].length + 2}ch` };
-    lines.push(Decoration.line({ attributes }).range(from));
-  }
-  return Decoration.set(lines);
-});
-
-const extensions = [
-  python(),
-  syntaxHighlighting(classHighlighter),
-  lineNumbers(),
-  EditorView.lineWrapping,
-  EditorView.editable.of(false),
-  EditorState.readOnly.of(true),
-  EditorState.phrases.of({ "$ unchanged lines": "$ equal lines" }),
-  indent,
-  here.of([]),
-];
+/** The function or class that a line stands in. */
+function place(name, line) {
+  const heads = SCRIPTS[name].lines.slice(0, line + 1).map((number) => textOf(number).match(/^(def|class) \w+/));
+  return heads.findLast((head) => head)?.[0] ?? "";
+}
 
 function draw(a, b) {
-  const [docA, docB] = [a, b].map((name) => SCRIPTS[name].source.replace(/\n$/, ""));
-  const options = {
-    collapseUnchanged: open ? undefined : { margin: 2, minSize: 4 },
-    diffConfig: { hunks: HUNKS[`${a}..${b}`] },
-    // A fragment of a docstring would be coloured as code.
-    syntaxHighlightDeletions: false,
-    mergeControls: false,
-  };
-  merge?.destroy();
-  if (narrow.matches) {
-    const unified = unifiedMergeView({ original: docA, ...options });
-    merge = new EditorView({ parent: $("diff"), doc: docB, extensions: [extensions, unified] });
-    views = [merge];
-  } else {
-    const sides = { a: { doc: docA, extensions }, b: { doc: docB, extensions } };
-    merge = new MergeView({ parent: $("diff"), ...sides, ...options });
-    views = [merge.a, merge.b];
+  const rows = (kind, a0, a1, b0, b1) =>
+    `<div class="${kind}">${column("a", a, a0, a1)}${column("b", b, b0, b1)}</div>`;
+  const [endA, endB] = [a, b].map((name) => SCRIPTS[name].lines.length);
+  let [html, doneA, doneB] = ["", 0, 0];
+  for (const [a0, a1, b0, b1] of [...HUNKS[`${a}..${b}`], [endA, endA, endB, endB]]) {
+    const same = (first, end) => rows("same", first - doneB + doneA, end - doneB + doneA, first, end);
+    const [from, to] = [doneB && doneB + CONTEXT, b0 == endB ? b0 : b0 - CONTEXT]; // what is folded
+    const summary = `<summary>${to - from} equal lines <span>${place(b, b0)}</span></summary>`;
+    const fold = () => `${same(doneB, from)}<details>${summary}${same(from, to)}</details>${same(to, b0)}`;
+    html += to - from > 1 ? fold() : same(doneB, b0);
+    if (a0 < a1 || b0 < b1) html += rows("hunk", a0, a1, b0, b1);
+    [doneA, doneB] = [a1, b1];
   }
-  const drawn = views;
-  setTimeout(() => drawn.forEach((view) => forceParsing(view, view.state.doc.length, 2000))); // colours
-  at = -1;
-  label();
+  $("diff").innerHTML = html;
 }
 
-const chunks = () => getChunks(views.at(-1).state).chunks;
+const hunks = () => [...$("diff").querySelectorAll(".hunk")];
 
-function label() {
-  const all = chunks().length;
-  $("at").textContent = at >= 0 ? `${at + 1} of ${all}` : all == 1 ? "1 change" : `${all} changes`;
+/** The words and signs of a column, each with the space behind it. */
+function words(column) {
+  const found = [];
+  const walker = document.createTreeWalker(column, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); )
+    for (const { 0: text, index } of node.data.matchAll(/(\w+|[^\w\s])\s*/g)) {
+      const ends = { startContainer: node, startOffset: index, endContainer: node, endOffset: index + text.length };
+      found.push({ text: text.trim(), range: new StaticRange(ends) });
+    }
+  return found;
 }
 
-/** Mark the lines of a change on one side, "A" or "B"; where it has none there, the line behind the gap. */
-function mark(view, chunk, side) {
-  const [from, to, end] = [chunk[`from${side}`], chunk[`to${side}`], chunk[`end${side}`]];
-  const { doc } = view.state;
-  const lines = [];
-  for (let pos = from; pos < to; pos = doc.lineAt(Math.min(pos, end)).to + 1)
-    lines.push(Decoration.line({ class: "here" }).range(pos));
-  const behind = doc.lineAt(Math.min(from, doc.length)).from;
-  if (from == to) lines.push(Decoration.line({ class: "here gap" }).range(behind));
-  view.dispatch({ effects: here.reconfigure(EditorView.decorations.of(Decoration.set(lines))) });
+/** Mark the words that changes take out and put in; none where most differ: there the colour of the lines says so. */
+function markWords() {
+  const marks = { gone: new Highlight(), new: new Highlight() };
+  for (const hunk of hunks()) {
+    const [a, b] = [...hunk.children].map(words);
+    if (a.length * b.length > 1e6) continue;
+    // longest[i][j]: how many words a from i on and b from j on have in common, in order
+    const longest = Array.from({ length: a.length + 1 }, () => Array(b.length + 1).fill(0));
+    const isSame = (i, j) => a[i]?.text == b[j]?.text;
+    for (let i = a.length - 1; i >= 0; i--)
+      for (let j = b.length - 1; j >= 0; j--)
+        longest[i][j] = isSame(i, j) ? longest[i + 1][j + 1] + 1 : Math.max(longest[i + 1][j], longest[i][j + 1]);
+    if (longest[0][0] < (a.length + b.length) / 4) continue;
+    for (let i = 0, j = 0; i < a.length || j < b.length; ) {
+      if (isSame(i, j)) i++, j++;
+      else if (j == b.length || longest[i + 1]?.[j] >= longest[i][j + 1]) marks.gone.add(a[i++].range);
+      else marks.new.add(b[j++].range);
+    }
+  }
+  for (const [name, ranges] of Object.entries(marks)) CSS.highlights.set(name, ranges);
 }
 
-/** Scroll by a distance. What comes into sight gets its true height only then, hence more than once. */
-function settle(distance, times = 4) {
-  scrollBy(0, distance());
-  if (times) requestAnimationFrame(() => settle(distance, times - 1));
+/** Show a change, or with -1 none. */
+function go(to) {
+  at = to;
+  const all = hunks();
+  all.forEach((hunk, i) => hunk.classList.toggle("here", i == at));
+  all[at]?.scrollIntoView();
+  $("at").textContent = at < 0 ? `${all.length} changes` : `${at + 1} of ${all.length}`;
 }
 
-/** Go to the next change (1) or the one before (-1), from the last one or from where one has scrolled to. */
+/** Go to the next change (1) or the one before (-1), from the last one or, once it is out of sight, from here. */
 function move(step) {
-  const [all, view] = [chunks(), views.at(-1)];
-  if (!all.length) return;
-  const margin = $("moves").getBoundingClientRect().bottom + 70;
-  const position = (i) => Math.min(all[i].fromB, view.state.doc.length);
-  const y = (i) => view.documentTop + view.lineBlockAt(position(i)).top;
-  if (at >= 0 && y(at) >= 0 && y(at) < innerHeight) at += step;
-  else {
-    const below = all.findIndex((_, i) => y(i) > margin);
-    at = (below < 0 ? all.length : below) - (step < 0);
-  }
-  at = (at + all.length) % all.length;
-  views.forEach((v, i) => mark(v, all[at], i == views.length - 1 ? "B" : "A"));
-  settle(() => y(at) - margin);
-  label();
+  const tops = hunks().map((hunk) => hunk.getBoundingClientRect().top);
+  const above = tops.filter((top) => top < $("moves").getBoundingClientRect().bottom).length;
+  const to = tops[at] >= 0 && tops[at] < innerHeight ? at + step : above - (step < 0);
+  go((to + tops.length) % tops.length);
+}
+
+function unfold(open) {
+  for (const details of $("diff").querySelectorAll("details")) details.open = open;
+  $("fold").setAttribute("aria-pressed", open);
 }
 
 /** What the address says: two scripts, or else all pairs. */
 function show() {
   const wanted = location.hash.slice(1);
-  const known = Object.hasOwn(HUNKS, wanted);
-  const [a, b] = known ? wanted.split("..") : ["", ""];
-  document.body.classList.toggle("two", known);
-  document.title = known ? wanted : "Compare two scripts";
-  $("pairs").hidden = known;
-  $("comparison").hidden = !known;
-  $("unknown").textContent = known || !wanted ? "" : `There are no two scripts "${wanted}".`;
-  $("a").value = a;
-  $("b").value = b;
-  if (!known) {
-    if (wanted) history.replaceState(null, "", "#"); // the theme's script fails where an escape is broken
-    return;
-  }
-  const lines = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
-  $("count").textContent = `${lines} lines differ`;
-  $("formulas-a").innerHTML = summary(a);
-  $("formulas-b").innerHTML = summary(b);
+  const isKnown = Object.hasOwn(HUNKS, wanted);
+  const [a, b] = isKnown ? wanted.split("..") : ["", ""];
+  document.body.classList.toggle("two", isKnown);
+  document.title = wanted || "Compare two scripts";
+  $("unknown").textContent = isKnown || !wanted ? "" : `There are no two scripts "${wanted}".`;
+  [$("a").value, $("b").value] = [a, b];
+  if (!isKnown) return;
+  const count = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
+  $("count").textContent = `${count} lines differ`;
+  const title = ({ path, title, section }) =>
+    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section && "more"}</a></p>`;
+  $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
   draw(a, b);
+  unfold(false);
+  markWords();
   scrollTo(0, 0);
+  go(-1);
 }
 
-function summary(name) {
-  const { title, link, equations } = SCRIPTS[name];
-  return `<h2><a href="${link}">${name}.py</a></h2><p>${title}</p>${equations}`;
-}
-
-const chosen = () => [$("a").value, $("b").value];
 const choose = (a, b) => a && b && (location.hash = `${a}..${b}`);
-const next = () => move(1);
-const previous = () => move(-1);
-const fold = () => {
-  open = !open;
-  $("fold").firstChild.textContent = open ? "changes only" : "all lines";
-  draw(...chosen());
-};
-const keys = { n: next, j: next, p: previous, k: previous, o: fold };
-
-$("a").onchange = $("b").onchange = () => choose(...chosen());
-$("swap").onclick = () => choose(...chosen().reverse());
-$("next").onclick = next;
-$("previous").onclick = previous;
-$("fold").onclick = fold;
-narrow.onchange = () => $("comparison").hidden || draw(...chosen());
-addEventListener("hashchange", show);
-function press(event) {
-  const typing = event.target.closest?.("input, select, textarea");
-  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  if ($("comparison").hidden || !Object.hasOwn(keys, event.key)) return;
+$("a").onchange = $("b").onchange = () => choose($("a").value, $("b").value);
+$("swap").onclick = () => choose($("b").value, $("a").value);
+$("next").onclick = () => move(1);
+$("previous").onclick = () => move(-1);
+$("fold").onclick = () => unfold($("fold").getAttribute("aria-pressed") == "false");
+const keys = { n: "next", p: "previous", o: "fold" };
+const press = (event) => {
+  const isElsewhere = event.target.closest("input, select") || event.ctrlKey || event.metaKey || event.altKey;
+  if (isElsewhere || !document.body.matches(".two") || !Object.hasOwn(keys, event.key)) return;
   event.stopImmediatePropagation(); // the theme turns pages with n and p
-  event.preventDefault();
-  keys[event.key]();
-}
+  $(keys[event.key]).click();
+};
 addEventListener("keydown", press, true);
+// A selection stays on the side where it begins.
+$("diff").onpointerdown = ({ target }) => ($("diff").dataset.select = target.closest(".a, .b")?.className);
+addEventListener("hashchange", show);
 show();

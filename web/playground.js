@@ -1,5 +1,5 @@
-// The page Playground: what the scripts make of one group of responses. SCRIPTS comes from data.js.
-import { batchOf, ESTIMATORS, MAX_LENGTH, parseResponses, PRESETS } from "./estimators.mjs";
+// The page Playground: what the scripts make of one group of responses. LINES and SCRIPTS come from data.js, and from
+// estimators.js the estimators, presets, sum and mean.
 
 const $ = (id) => document.getElementById(id);
 const NAMES = Object.keys(SCRIPTS).filter((name) => Object.hasOwn(ESTIMATORS, name));
@@ -10,8 +10,6 @@ let pinned; // one or two names of scripts, or none
 let results = {}; // what each estimator returns for the group
 let chosen = null; // the token that its response's slider moves, as [response, token]
 
-const sum = (xs) => xs.reduce((total, x) => total + x, 0);
-const mean = (xs) => sum(xs) / xs.length;
 const k = () => group.prompts[0].responses.length;
 const responses = () => group.prompts.flatMap((prompt) => prompt.responses);
 const longest = () => Math.max(...responses().map((response) => response.logRatios.length));
@@ -36,7 +34,6 @@ function range(values) {
 
 // --- the address ---------------------------------------------------------------------------------------------
 
-const FIELDS = ["", "preset", "a", "b", "greedy", "teacher", "pin", "ask"]; // ask: old addresses have it
 const copy = (state) => JSON.parse(JSON.stringify(state));
 const samePreset = () =>
   Object.keys(PRESETS).find((name) => JSON.stringify(PRESETS[name].group) == JSON.stringify(group));
@@ -52,13 +49,9 @@ function runs(values) {
 }
 
 function formatResponses(list) {
-  const texts = list.map(({ reward, logRatios }) => {
-    const tokens = runs(logRatios).map(([count, x]) => (x ? `${count}*${x}` : count));
-    return [reward, ...tokens].join("_");
-  });
-  return runs(texts)
-    .map(([count, text]) => (count > 1 ? `${count}x${text}` : text))
-    .join(",");
+  const tokens = (xs) => runs(xs).map(([count, x]) => (x ? `${count}*${x}` : count));
+  const texts = runs(list.map(({ reward, logRatios }) => [reward, ...tokens(logRatios)].join("_")));
+  return texts.map(([count, text]) => (count > 1 ? `${count}x${text}` : text)).join(",");
 }
 
 function address() {
@@ -72,24 +65,13 @@ function address() {
 }
 
 const isNumber = (x) => Number.isFinite(x) && Math.abs(x) <= 1e6;
-const isResponse = ({ reward, logRatios }) =>
-  isNumber(reward) &&
-  logRatios.length >= 1 &&
-  logRatios.length <= MAX_LENGTH &&
-  logRatios.every((x) => Math.abs(x) <= 3);
+const isResponse = ({ reward, logRatios: xs }) =>
+  isNumber(reward) && xs.length >= 1 && xs.length <= MAX_LENGTH && xs.every((x) => Math.abs(x) <= 3);
 
 function isGroup({ prompts: [a, b], teacher }) {
-  const count = a.responses.length;
-  return (
-    count >= 2 &&
-    count <= 8 &&
-    count == b.responses.length &&
-    [...a.responses, ...b.responses].every(isResponse) &&
-    isNumber(a.greedy) &&
-    isNumber(b.greedy) &&
-    teacher > 0 &&
-    teacher <= 1
-  );
+  const [count, other] = [a.responses.length, b.responses.length];
+  const isRight = [...a.responses, ...b.responses].every(isResponse) && [a.greedy, b.greedy].every(isNumber);
+  return count >= 2 && count <= 8 && count == other && isRight && teacher > 0 && teacher <= 1;
 }
 
 /** What an address says, or null where it makes no sense. */
@@ -97,7 +79,7 @@ function parse(hash) {
   const fields = Object.fromEntries(hash.split("&").map((field) => field.split("=")));
   const pins = (fields.pin ?? "grpo,dr_grpo").split(",").filter((name) => name);
   const isKnown = (name) => Object.hasOwn(SCRIPTS, name);
-  if (!Object.keys(fields).every((name) => FIELDS.includes(name)) || !pins.every(isKnown)) return null;
+  if (!pins.every(isKnown)) return null;
   const pinned = pins.filter((name) => NAMES.includes(name)).slice(0, 2);
   if (!("a" in fields || "b" in fields)) {
     const name = fields.preset ?? "length";
@@ -129,8 +111,6 @@ function load() {
   orderCards();
   update();
   history.replaceState(null, "", address()); // at once: the theme's script fails where an escape is broken
-  const preset = $("presets").querySelector("[aria-pressed=true]");
-  if (preset) $("presets").scrollLeft = preset.offsetLeft - $("presets").offsetLeft - 30;
 }
 
 // --- the editor ----------------------------------------------------------------------------------------------
@@ -243,11 +223,8 @@ $("group").onclick = ({ target }) => {
 };
 // Escape, or a click outside its row, releases the token: before a click redraws what it hits.
 addEventListener("keydown", ({ key }) => key == "Escape" && chosen && choose(...chosen));
-addEventListener(
-  "click",
-  ({ target }) => chosen && !target.closest(`.response[data-i="${chosen[0]}"]`) && choose(...chosen),
-  true,
-);
+const release = ({ target }) => chosen && !target.closest(`.response[data-i="${chosen[0]}"]`) && choose(...chosen);
+addEventListener("click", release, true);
 $("group").onkeydown = (event) => {
   const { target, key } = event;
   if (!target.matches("[data-t]")) return;
@@ -291,9 +268,11 @@ $("presets").onclick = ({ target }) => {
 
 // --- the scripts ---------------------------------------------------------------------------------------------
 
-/** The source of a function, with its decorator. */
-const functionOf = (name, wanted) =>
-  SCRIPTS[name].source.match(new RegExp(`^(?:@.*\\n)?def ${wanted}\\([\\s\\S]*?(?=\\n\\n\\n)`, "m"))[0];
+/** The lines of a function in colours, with its decorator. Two blank lines end it. */
+function functionOf(name, wanted) {
+  const source = SCRIPTS[name].lines.map((number) => LINES[number]).join("\n");
+  return source.match(new RegExp(`^(?:.+\\n)?.*"nf">${wanted}<[\\s\\S]*?(?=\\n\\n\\n)`, "m"))[0];
+}
 
 for (const name of NAMES) {
   const card = document.createElement("article");
@@ -302,10 +281,10 @@ for (const name of NAMES) {
     <button class="code" aria-expanded="false">code</button>
     <button class="pin" aria-pressed="false" aria-label="pin ${name}.py">pin</button></header>
     <p class="title">${SCRIPTS[name].title}</p><p class="scale"></p><div class="cells"></div>
-    <div class="source" hidden><p><a href="${SCRIPTS[name].link}">The page of ${name}.py</a></p>
-    <pre tabindex="0"></pre></div>`;
+    <div class="source" hidden><p><a href="${SCRIPTS[name].path}.html">All of ${name}.py</a></p>
+    <pre class="highlight" tabindex="0"></pre></div>`;
   const source = ["compute_advantages", "policy_loss"].map((wanted) => functionOf(name, wanted));
-  card.querySelector("pre").textContent = source.join("\n\n\n");
+  card.querySelector("pre").innerHTML = source.join("\n\n\n");
   card.onclick = ({ target }) => {
     if (target.matches(".pin")) return pin(name);
     if (target.closest(".source") || getSelection().toString()) return;

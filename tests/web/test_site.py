@@ -1,4 +1,4 @@
-"""The site, opened from disk in a browser without a network, and web/estimators.mjs against the scripts."""
+"""The site, opened from disk in a browser without a network, and web/estimators.js against the scripts."""
 
 import importlib
 import json
@@ -6,21 +6,20 @@ import re
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import sync
-from adapters import ours
 from conftest import ROOT
-from make_vectors import make_rollout
+from explain import loss_and_push
+from references import make_rollout
 
 # make test collects the tests of the site, too, and has no playwright.
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-docs installs playwright")
 playwright.expect.set_options(timeout=30_000)
 pytestmark = pytest.mark.web
 SITE = ROOT / "site"
-NAMES = sorted(sync.paths())
+PATHS = sync.paths()
 # A port to JavaScript is optional.
-PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.mjs").read_text(), re.MULTILINE)
+PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.js").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +37,14 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """A function that opens a page. It may cause no error in the console and no request to a network."""
-    wrong, context = [], browser.new_context(viewport={"width": 1440, "height": 30000})
+    wrong, context = [], browser.new_context(viewport={"width": 1440, "height": 900})
     context.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
     context.on("weberror", lambda error: wrong.append(str(error.error)))
     context.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or wrong.append(r.url))
 
-    def open_page(address):
+    def open_page(address, width=1440):
         page = context.new_page()
+        page.set_viewport_size({"width": width, "height": 900})
         page.goto(f"{SITE.as_uri()}/{address}")
         return page
 
@@ -53,49 +53,82 @@ def visit(browser):
     assert wrong == []
 
 
+def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
+    page, targets, links = visit("index.html", width=375), set(), {}
+    for path in sorted(SITE.rglob("*.html")):
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+        assert page.locator(".arithmatex").count() == 0, f"{path} has TeX"
+        ids = page.evaluate("[...document.querySelectorAll('[id]')].map(element => element.id)")
+        targets |= {path.as_uri(), *(f"{path.as_uri()}#{name}" for name in ids)}
+        links |= dict.fromkeys(page.evaluate("[...document.links].map(link => link.href)"), path.name)
+    for link, name in links.items():
+        file, _, anchor = link.partition("#")
+        is_page = file.endswith(("compare.html", "playground.html"))  # they read what stands behind the #
+        assert not link.startswith("file:") or (file if is_page or not anchor else link) in targets, (
+            name,
+            link,
+        )
+
+
 def diff(a, b):
-    """The lines that `diff` takes out of a, and those that it puts into b."""
-    output = subprocess.run(
-        ["diff", sync.paths()[a], sync.paths()[b]], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    gone = [line[2:] for line in output.splitlines() if line.startswith("< ")]
-    new = [line[2:] for line in output.splitlines() if line.startswith("> ")]
-    return gone, new
+    """The lines that `make diff` takes out of a, and those that it puts into b."""
+    command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", PATHS[a], PATHS[b]]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n@@")[2].splitlines()
+    return [line[1:] for line in lines if line[:1] == "-"], [line[1:] for line in lines if line[:1] == "+"]
 
 
-def assert_lines(page, selector, lines):
-    """Whole lines. CodeMirror draws only what is visible, so the page must be tall."""
-    playwright.expect(page.locator(selector)).to_have_count(len(lines))
-    assert page.locator(selector).evaluate_all("all => all.map(line => line.textContent)") == lines
+def texts(page, selector):
+    return page.locator(selector).evaluate_all("all => all.map(line => line.textContent)")
 
 
-def test_two_scripts_show_exactly_the_lines_of_diff(visit):
-    """The key o shows both files whole. Another choice changes the address."""
-    page = visit("compare.html#sft..grpo")
-    page.wait_for_selector(".cm-merge-b .cm-line")
-    gone, new = diff("sft", "grpo")
-    assert_lines(page, ".cm-merge-a .cm-changedLine", gone)
-    assert_lines(page, ".cm-merge-b .cm-changedLine", new)
+@pytest.mark.parametrize(("a", "b"), [("sft", "grpo"), ("grpo", "rloo"), ("grpo_fsdp", "grpo")])
+def test_two_scripts_show_exactly_the_lines_of_diff(a, b, visit):
+    page = visit(f"compare.html#{a}..{b}")
+    gone, new = diff(a, b)
+    assert texts(page, ".hunk .a .line") == gone
+    assert texts(page, ".hunk .b .line") == new
     assert page.inner_text("#count") == f"{len(gone + new)} lines differ"
-    page.keyboard.press("o")
-    for side, name in (("a", "sft"), ("b", "grpo")):
-        source = sync.paths()[name].read_text().splitlines()
-        assert_lines(page, f".cm-merge-{side} .cm-line", source)
+    for side, name in (("a", a), ("b", b)):
+        assert texts(page, f".{side} .line") == PATHS[name].read_text().splitlines()
+        numbers = page.locator(f".{side} .line").evaluate_all(
+            "all => all.map(line => Number(line.dataset.n))"
+        )
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_keys_go_from_change_to_change_and_unfold_equal_lines(visit):
+    page = visit("compare.html#grpo..rloo")
+    folded, here = page.locator("details .line").first, page.locator(".hunk.here")
+    count = page.locator(".hunk").count()
+    for key, place in (("n", 1), ("n", 2), ("p", 1), ("p", count)):
+        page.keyboard.press(key)
+        assert page.inner_text("#at") == f"{place} of {count}"
+        playwright.expect(here).to_be_in_viewport()
+    for is_visible in (True, False):
+        assert folded.is_visible() != is_visible
+        page.keyboard.press("o")
+        assert folded.is_visible() == is_visible
+    words = "[...CSS.highlights.get('{}')].map(r => r.startContainer.data.slice(r.startOffset, r.endOffset).trim())"
+    assert "grpo" in page.evaluate(words.format("gone")) and "rloo" in page.evaluate(words.format("new"))
     page.locator("#b").select_option("ppo")
-    page.wait_for_url("**/compare.html#sft..ppo")
+    page.wait_for_url("**/compare.html#grpo..ppo")
+    playwright.expect(page.locator("#titles")).to_contain_text("ppo.py")
+    assert texts(page, ".hunk .b .line") == diff("grpo", "ppo")[1]
 
 
 def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
-    page = visit("index.html")
+    page = visit("compare.html")
     cells = page.locator("#matrix a")
     shown = cells.evaluate_all("cells => cells.map(c => [c.getAttribute('href'), c.textContent])")
-    assert len(shown) == len(NAMES) * (len(NAMES) - 1)
+    assert len(shown) == len(PATHS) * (len(PATHS) - 1)
     for address, count in shown:
         gone, new = diff(*address.partition("#")[2].split(".."))
         assert int(count) == len(gone + new), address
     page.click("#matrix a[href$='#cispo..gspo']")
-    playwright.expect(page.locator("#formulas-a h2")).to_have_text("cispo.py")
-    playwright.expect(page.locator("#formulas-b .katex-display").first).to_be_visible()
+    playwright.expect(page.locator("#titles")).to_contain_text(str(PATHS["cispo"].relative_to(ROOT)))
+    page.click("#titles a[href='methods.html#cispo']")
+    playwright.expect(page.locator("#cispo")).to_be_in_viewport()
 
 
 def test_the_search_works_from_disk(visit):
@@ -111,14 +144,14 @@ def card(page, name: str):
 
 def test_every_port_has_a_card_with_the_code_of_its_script(visit):
     page = visit("playground.html")
-    names = page.locator("[data-script]").evaluate_all("cards => cards.map(x => x.dataset.script)")
-    assert sorted(names) == sorted(PORTS)
-    for name in names:
+    assert sorted(page.locator("[data-script] h2").all_inner_texts()) == sorted(
+        f"{name}.py" for name in PORTS
+    )
+    for name in PORTS:
         card(page, name).locator(".code").click()
-        source = sync.paths()[name].read_text()
+        source = PATHS[name].read_text()
         for function in ("compute_advantages", "policy_loss"):
-            text = re.search(rf"^def {function}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
-            assert text in card(page, name).locator("pre").inner_text()
+            assert sync.function_of(source, function) in card(page, name).locator("pre").inner_text()
 
 
 def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
@@ -136,32 +169,51 @@ def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
 
 
 def random_rollout(seed: int) -> dict:
-    """Six responses to one prompt, to two or to three; every fourth time with equal scores."""
-    rollout = make_rollout(str(seed), (2, 3, 6)[seed % 3], (0.05, 0.8)[seed % 2], 0.0, False, 1)
+    """Groups of two to four responses; every fourth time with equal scores."""
+    rollout = make_rollout(seed, 2 + seed % 3)
+    rollout["response_mask"][:2] = True  # without holes
+    rollout["new_logprobs"] = rollout["old_logprobs"] + (0.02, 0.4)[seed % 2] * rollout["values"]
     if seed % 4 == 3:
-        rollout["scores"] = [0.5] * 6
-    return rollout | {"max_response_length": 8}  # short, so that the penalty of dapo.py acts
+        rollout["scores"][:] = 0.5
+    return rollout
 
 
-ROLLOUTS = {str(seed): random_rollout(seed) for seed in range(60)}
+def batch_of(rollout: dict) -> dict:
+    """The same for estimators.js."""
+    rows = {key: x.tolist() for key, x in rollout.items()}
+
+    def response(i: int) -> dict:
+        names = ("old_logprobs", "new_logprobs", "ref_logprobs", "values")
+        old, now, ref, values = (rows[name][i][: sum(rows["response_mask"][i])] for name in names)
+        own = {"reward": rows["scores"][i], "greedy": rows["greedy_scores"][i], "old": old, "values": values}
+        return own | {"ref": ref, "teacher": ref, "logRatios": [b - a for a, b in zip(old, now)]}
+
+    count = len(rows["scores"])
+    return {"k": count // 4, "maxLength": 12, "responses": [response(i) for i in range(count)]}
 
 
 @pytest.fixture(scope="module")
-def computed():
-    """What each function of estimators.mjs returns. The program also checks the ratios that a preset names."""
-    command = ["node", ROOT / "tests" / "web" / "compute.mjs"]
-    return json.loads(subprocess.check_output(command, input=json.dumps(ROLLOUTS), text=True))
+def results(browser):
+    """What each function of estimators.js returns for each rollout."""
+    page = browser.new_page()
+    page.goto(f"{SITE.as_uri()}/playground.html")
+    text = json.dumps([batch_of(random_rollout(seed)) for seed in range(60)])  # playwright is slow with lists
+    compute = "text => JSON.stringify(JSON.parse(text).map({}))"
+    return {name: json.loads(page.evaluate(compute.format(name), text)) for name in PORTS}
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_javascript_computes_what_the_script_does(name, computed):
+def test_javascript_computes_what_the_script_does(name, results):
     """Advantages and the gradient of the loss."""
     script = importlib.import_module(name)
-    for seed, rollout in ROLLOUTS.items():
-        case = {key: np.array(x) if isinstance(x, list) else x for key, x in rollout.items()}
-        sizes = {key: rollout[key] for key in ("samples_per_prompt", "max_response_length")}
-        expected = ours(script)({**case, **vars(script.Args(**sizes))})
-        result, mask = computed[name][seed], case["response_mask"].astype(bool)
-        for key, sign in (("advantages", 1), ("gradient", -1)):
-            found = np.concatenate(result["weights" if key == "gradient" else key])
-            assert found == pytest.approx(sign * expected[key][mask].numpy(), rel=1e-6, abs=1e-9)
+    for seed, result in enumerate(results[name]):
+        rollout = random_rollout(seed)
+        args, mask = (
+            script.Args(samples_per_prompt=2 + seed % 3, max_response_length=12),
+            rollout["response_mask"],
+        )
+        rollout |= script.compute_advantages(args, rollout)
+        _, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], len(mask), mask.sum().item())
+        for key, expected in (("advantages", rollout["advantages"]), ("weights", push)):
+            found = [x for row in result[key] for x in row]
+            assert found == pytest.approx(expected[mask].tolist(), rel=1e-6, abs=1e-9)

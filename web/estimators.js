@@ -129,10 +129,8 @@ function raft(batch) {
 }
 
 function remax(batch) {
-  const advantages = eachToken(
-    batch,
-    (response, t) => response.reward - response.greedy - 0.01 * klToGo(response, t),
-  );
+  const klPenalty = (response, t) => 0.01 * klToGo(response, t);
+  const advantages = eachToken(batch, (response, t) => response.reward - response.greedy - klPenalty(response, t));
   return reinforceLoss(batch, advantages, meanOverTokens);
 }
 
@@ -254,18 +252,18 @@ function distill(batch) {
   return reinforceLoss(batch, advantages, meanOverTokens);
 }
 
-export const ESTIMATORS = {
+const ESTIMATORS = {
   ...{ reinforce, rloo, opo, raft, remax, reinforce_pp, reinforce_pp_baseline, ppo, grpo, dr_grpo, dapo, gspo, cispo },
   ...{ maxrl, sapo, dppo, flash_reinforce, distill },
 };
 
 // --- what the page starts from -----------------------------------------------------------------------------
 
-export const MAX_LENGTH = 40; // max_response_length of the scripts
-export const PROBABILITY = 0.5; // pi_old of each token
+const MAX_LENGTH = 40; // max_response_length of the scripts
+const PROBABILITY = 0.5; // pi_old of each token
 
 /** The batch of {prompts: [{greedy, responses: [{reward, logRatios}]}], teacher}, where teacher is a probability. */
-export function batchOf({ prompts, teacher }) {
+function batchOf({ prompts, teacher }) {
   const responses = prompts.flatMap(({ greedy, responses }) =>
     responses.map(({ reward, logRatios }) => {
       const fill = (x) => logRatios.map(() => x);
@@ -278,7 +276,7 @@ export function batchOf({ prompts, teacher }) {
 
 /** "4x1_8,0_24_3*0.2": four responses with reward 1 and 8 tokens; one with reward 0, 24 tokens, and 3 more tokens that
  * have the log-ratio 0.2. Never more than 9 responses, nor 41 tokens each, whatever the text says. */
-export const parseResponses = (text) =>
+const parseResponses = (text) =>
   text
     .split(",")
     .flatMap((part) => {
@@ -297,8 +295,8 @@ export const parseResponses = (text) =>
 const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
 const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
 
-// Each says what to look at. tests/web/test_site.py checks the ratios that it names.
-export const PRESETS = {
+// Each says what to look at.
+const PRESETS = {
   length: preset(
     "A long wrong answer, a long right one",
     "A8 and B1 are long. In grpo.py, gspo.py, sapo.py and flash_reinforce.py, a token of theirs gets 1/3 of the push " +

@@ -1,0 +1,209 @@
+"""Experiments on the toy: which runs to train, what a row keeps of one, and the columns of a table.
+
+    python experiments/toy.py hacking            train what has no row yet, draw the picture, print the table
+
+A page prints `table("hacking")`. A row keeps the curves of some metrics, so a new column often needs no new run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Literal
+
+import common
+import plot
+import tyro
+from common import POLICY_SCRIPTS, ROOT, curve, defaults, group_by, label, load, mean, show, train
+
+BATCH = 128  # responses of an iteration
+CHAINS = ("greedy 2-5", "greedy 6", "greedy 8")  # held-out chains by their length
+SUMS = ("greedy 2 numbers", "greedy 3 numbers", "greedy 4 numbers")  # held-out sums for the calculator
+
+
+@dataclass(frozen=True)
+class Experiment:
+    runs: list[tuple]  # script and flags, perhaps patches and staleness
+    seeds: int
+    keys: list[str]  # metrics whose curves a row keeps, besides the evaluations
+    columns: dict[str, Callable]  # by its head, the number of a run
+    line: Callable = label  # runs for which this gives the same text share a line
+    split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
+    shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
+    judges: dict = field(
+        default_factory=dict
+    )  # rewards, by name, that evaluate the trained model after the run
+    picture: Callable | None = None  # gives the name of a run's line in docs/<name>.png, if it is there
+
+
+def first(count: int, *keys: str) -> dict[str, Callable]:
+    return {f"{key}, first {count}": lambda run, key=key: mean(run[key][:count]) for key in keys}
+
+
+def last(count: int, *keys: str) -> dict[str, Callable]:
+    return {f"{key}, last {count}": lambda run, key=key: mean(run[key][-count:]) for key in keys}
+
+
+def final(*keys: str) -> dict[str, Callable]:
+    return {key: lambda run, key=key: run[key][-1] for key in keys}
+
+
+def after_tokens(budget: int, run: dict) -> float:
+    """The score of the five iterations up to the one that reaches this number of generated tokens."""
+    totals = [BATCH * total for total in accumulate(run["response_length"])]
+    end = next((i for i, total in enumerate(totals) if total >= budget), len(totals) - 1)
+    return mean(run["score"][max(0, end - 4) : end + 1])
+
+
+# --- the experiments ---
+
+EXPERIMENTS = {}
+
+EXPERIMENTS["toy_seeds"] = Experiment(
+    [*((script, {}) for script in POLICY_SCRIPTS), ("raft", {"num_iterations": 160})],
+    seeds=5,
+    keys=["score", "kl", "response_length", "entropy"],
+    columns=last(10, "score") | final(*CHAINS),
+    picture=lambda run: None if run["flags"] else run["script"],
+)
+
+BETAS = {"β = 0": 1e-9, "β = 0.05": 0.05, "β = 1": 1.0}  # 1e-9, so that the KL is logged
+WITH_KL = sorted(script for script in POLICY_SCRIPTS if "kl_coef" in defaults(script))
+EXPERIMENTS["hacking"] = Experiment(
+    [(script, {"kl_coef": beta}) for script in WITH_KL for beta in BETAS.values()],
+    seeds=1,
+    keys=["score", "kl"],
+    columns=final("greedy 2-5") | last(10, "kl"),
+    line=lambda run: f"`{run['script']}.py`",
+    split=("kl_coef", BETAS),
+    shared={
+        "reward": "toy/reward_model",
+        "eval_reward": "exact_answer",
+        "eval_every": 5,
+        "num_iterations": 100,
+    },
+    picture=lambda run: f"beta {run['flags']['kl_coef']:g}" if run["script"] == "reinforce_pp" else None,
+)
+
+# The same pairs in two ways: DPO, and RL on a reward model that was trained on them
+PAIRS = [("dpo", {"learning_rate": rate}) for rate in (2e-5, 5e-5, 1e-4, 2e-4)]
+PAIRS += [("reinforce_pp", {"num_iterations": n, "kl_coef": x}) for n, x in ((20, 0.05), (80, 0.05), (80, 0))]
+EXPERIMENTS["preferences"] = Experiment(
+    PAIRS,
+    seeds=3,
+    keys=[],
+    columns=final(*CHAINS, "reward model 2-5"),
+    shared={"reward": "toy/reward_model", "eval_every": 0},
+    judges={"greedy": "exact_answer", "reward model": "toy/reward_model"},
+)
+
+# Two rewards that pull apart: a right answer, and a short response
+WORDS, SHARE = ({"reward": f"experiments/two_rewards.py:{name}"} for name in ("words", "share"))
+TWO = [(script, reward) for script in ("grpo", "gdpo") for reward in (WORDS, SHARE)]
+EXPERIMENTS["multi_reward"] = Experiment(
+    [*TWO, ("gdpo", WORDS | {"reward_weights": [1, 0.25]})],
+    seeds=2,
+    keys=["response_length"],
+    columns=final("greedy 2-5") | first(1, "response_length") | last(10, "response_length"),
+    shared={"eval_reward": "exact_answer"},
+)
+
+# From the same start, after equally many generated tokens
+SELF = [("sdpo", flags) for flags in ({}, {"learning_rate": 2e-4}, {"model": "toy/policy"})]
+SELF += [(script, {"model": "toy/hinted"}) for script in ("grpo", "distill")]
+BUDGETS = {f"{n} k tokens": partial(after_tokens, 1000 * n) for n in (25, 50, 100)}
+EXPERIMENTS["self_distillation"] = Experiment(
+    SELF,
+    seeds=2,
+    keys=["score", "response_length"],
+    columns=first(1, "score") | BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
+)
+
+# One process does what flash_reinforce_async.py does with two ranks: the patch samples with the weights of n updates
+# ago, n from the environment. A test compares the two, bit by bit. With n = 0 every gate is open.
+GATES = {"no gate": 1e6, "δ = 0.01": 0.01, "δ = 0.003": 0.003}
+OLD = product((2e-4, 1e-4), (0, 1, 2, 4), GATES.values())
+OLD = [({"learning_rate": rate, "delta": delta}, n) for rate, n, delta in OLD if n or delta == 0.003]
+EXPERIMENTS["staleness"] = Experiment(
+    [("flash_reinforce", flags, ["delayed"], n) for flags, n in OLD],
+    seeds=5,
+    keys=["score", "rejected"],
+    columns=last(10, "score") | {"rejected": lambda run: mean(run["rejected"])},
+    line=lambda run: f"rate {run['flags']['learning_rate']:g}, n = {run['staleness']}",
+    split=("delta", GATES),
+    shared={"eval_every": 0},
+)
+
+TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]
+EXPERIMENTS["tool_use"] = Experiment(
+    [("reinforce_pp_tools", *run) for run in TOOLS],
+    seeds=3,
+    keys=["score", "calls", "kl", "entropy", "grad_norm"],
+    columns=first(3, "score", "calls")
+    | final(*SUMS)
+    | last(10, "score", "calls", "kl", "entropy", "grad_norm"),
+)
+
+
+# --- training, tables, pictures ---
+
+
+def measure(
+    experiment: Experiment, run_dir: Path, script: str, flags: dict, seed: int, patches=(), **env
+) -> dict:
+    shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
+    env = {name.upper(): str(value) for name, value in env.items()}
+    lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir, patches, **env)
+    row = {key: curve(lines, key) for key in experiment.keys}
+    evaluations = {"greedy": lines}
+    for name, reward in experiment.judges.items():
+        judge = {"model": run_dir / "model", "num_iterations": 0, "reward": reward}
+        evaluations[name] = train("grpo", judge, run_dir.parent / name)
+    for name, lines in evaluations.items():
+        keys = [key for key in lines[-1] if key.startswith("eval/score/")]
+        row |= {key.replace("eval/score/", f"{name} "): curve(lines, key) for key in keys}
+    return row
+
+
+def table(name: str) -> None:
+    """Print a line for each setting: mean, lowest and highest of the seeds."""
+    experiment, rows = EXPERIMENTS[name], load(name)
+    flag, values = experiment.split
+    columns = [(head, value, number) for value in values for head, number in experiment.columns.items()]
+    lines = []
+    for (text,), runs in group_by(rows, experiment.line).items():
+        lines.append([text])
+        for _, value, number in columns:
+            lines[-1].append(show([number(run) for run in runs if run["flags"].get(flag) == values[value]]))
+    common.table(["", *(f"{value}: {head}" if value else head for head, value, _ in columns)], lines, rows)
+
+
+def draw(name: str) -> None:
+    """Draw docs/<name>.png."""
+    experiment, groups = EXPERIMENTS[name], {}
+    for run in load(name):
+        keys = list(experiment.keys)
+        if "teacher" in defaults(run["script"]):
+            keys.remove("kl")  # it is not the KL to the start
+        points = common.plot_rows(run, *keys)
+        if every := experiment.shared.get("eval_every"):
+            greedy = enumerate(run["greedy 2-5"])
+            points += [{"iteration": every * i, "eval/score/2-5": value} for i, value in greedy]
+        if line := experiment.picture(run):
+            groups.setdefault(line, []).append(points)
+    plot.draw(groups, ROOT / "docs" / f"{name}.png")
+
+
+def main(name: tyro.conf.Positional[Literal[tuple(EXPERIMENTS)]]) -> None:
+    experiment, keys = EXPERIMENTS[name], ("script", "flags", "patches", "staleness")
+    seeds = range(1, experiment.seeds + 1)
+    cells = [dict(zip(keys, run)) | {"seed": seed} for run in experiment.runs for seed in seeds]
+    common.run_all(name, cells, partial(measure, experiment))
+    if experiment.picture:
+        draw(name)
+    table(name)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
