@@ -239,7 +239,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
     Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
-    is what was sampled from, so its log-probs are vLLM's. It has the model's weights of now.
+    is what was sampled from, so its log-probs are vLLM's, which has the weights of the model as it is now.
     """
     import vllm  # start_engine has set its variables
 
@@ -366,7 +366,7 @@ def main(args):
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
     longest_prompt = max(len(row["prompt_ids"]) for row in dataset + eval_dataset)
-    # It goes with the policy, since that is what generate() gets.
+    # generate() gets the policy, and samples with its engine.
     policy.engine = start_engine(args, policy, longest_prompt + args.max_response_length)
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
