@@ -436,7 +436,7 @@ def main(args):
         # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
         torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
 
-        # 3. Rollout: this rank's part of what the samplers have sent, with what the reward gives
+        # 3. Rollout: k responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rows = [row for row in prompt_rows for _ in range(k)]  # of each response
         rollout, sampler_waited = receive_rollout(args, samplers)
