@@ -283,7 +283,7 @@ def micro_batches(rollout, indices, size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
         is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
         for name, tensor in batch.items():
-            if name in ("scores", "all_scores"):  # (b, R): its columns are rewards, not tokens
+            if "scores" in name:  # (b, R): its columns are rewards, not tokens
                 continue
             if tensor.dim() == 2:  # (b, P+T), or (b, T), which are its last T columns
                 batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
