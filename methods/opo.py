@@ -416,7 +416,7 @@ def main(args):
     if RANK == 0:
         policy.save_pretrained(f"{run_dir}/model")
         tokenizer.save_pretrained(f"{run_dir}/model")
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
