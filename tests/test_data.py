@@ -43,7 +43,8 @@ def test_pipeline_opens_the_result(tmp_path):
     flags = {"model": ROOT / "data" / "smollm2", "max_response_length": 16, "run_dir": tmp_path / "run"}
     flags |= {"dataset": write_jsonl(tmp_path / "train.jsonl", rows["train"])}
     flags |= {"eval_dataset": write_jsonl(tmp_path / "test.jsonl", rows["test"][:8]), "eval_every": 3}
-    flags |= {"batch_size": 8, "samples_per_prompt": 4, "micro_batch_size": 4, "num_iterations": 3}
+    flags |= {"batch_size": 8, "samples_per_prompt": 4, "micro_batch_size": 4}
+    flags |= {"learning_rate": 1e-5, "num_iterations": 3}
     assert launch(ROOT / "rloo.py", *words_of(**flags), timeout=900).stderr == ""
 
     generate = transformers.pipeline("text-generation", str(tmp_path / "run" / "model"))
