@@ -2,7 +2,7 @@
 
     python experiments/bugs.py        train and draw docs/bugs.png: 30 minutes on two cores
 
-A bug of tools/planted.py is trained on the toy, beside the unchanged script with the same flags. A row has the metrics
+A bug of tools/planted.toml is trained on the toy, beside the unchanged script with the same flags. A row has the metrics
 of every iteration, which tools/diagnose.py reads.
 """
 

@@ -22,7 +22,7 @@ SHORT = {"num_iterations": 30}
 ONE = {"num_iterations": 1}
 EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 NO_CRITIC = {"gae_lambda": 1, "critic_learning_rate": 0}
-# Script, flags and a bug of tools/planted.py, by the name that the page uses
+# Script, flags and a bug of tools/planted.toml, by the name that the page uses
 RUNS = {
     "reinforce": ("reinforce", SHORT, ""),
     "reinforce broken": ("reinforce", SHORT, "baseline too low"),
