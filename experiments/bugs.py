@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import textwrap
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +44,7 @@ FLAGS = {
 }  # fmt: skip
 PLANTED = {name: BUGS[name] for name in FLAGS}
 # grpo.py would stop: it divides by the length, which is 0 for a response that is only an EOS.
-PLANTED["eos masked"] = BUGS["eos masked"]._replace(where="reinforce_pp.generate")
+PLANTED["eos masked"] = replace(BUGS["eos masked"], where="reinforce_pp.generate")
 # Not bugs of the code, but of the flags: for docs/metrics.md
 MISTAKES = [("grpo", {"learning_rate": 5e-3}), ("grpo", {"answer_marker": "Answer"})]
 LEFT_OUT = ("iteration", "seconds", "tokens_per_second", "learning_rate", "policy_loss")
