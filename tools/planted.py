@@ -5,6 +5,7 @@
 tests/mutants.py checks that a test notices each. experiments/bugs.py and experiments/learn.py train with some.
 """
 
+import difflib
 import importlib
 import sys
 import tomllib
@@ -56,6 +57,12 @@ class Planted:
     def plant_in(self, folder: Path) -> None:
         """Change the script in this folder."""
         self.path(folder).write_text(self.plant(self.path(folder).read_text()))
+
+    def changed_lines(self) -> list[str]:
+        """The lines that it changes, such as ["-    return x", "+    return 2 * x"]."""
+        before = self.path().read_text()
+        lines = difflib.unified_diff(before.splitlines(), self.plant(before).splitlines(), n=0, lineterm="")
+        return [line for line in [*lines][2:] if line[0] in "-+"]
 
     def module(self) -> SimpleNamespace:
         """What the script with the bug defines."""
