@@ -24,15 +24,6 @@ def test_the_first_tokens_of_a_group_by_hand(script, flags, expected, push):
     assert pushes[:, 0].tolist() == pytest.approx(push)
 
 
-def test_gae_and_kl_by_hand(capsys):
-    explain.print_gae()
-    explain.print_kl()
-    rows = capsys.readouterr().out.replace(" ", "").splitlines()
-    assert "|0.95|0.475|0.395|0.100|" in rows  # delta is 0.1, 0.3, 0.1, and 0.3 + 0.95 x 0.1 is 0.395
-    # log 2, (log 2)^2 / 2, 1/2 - 1 + log 2; the pushes are -log 2 and 1/2 - 1
-    assert "|token1|0.5|0.25|0.693|0.240|0.193|-0.693|-0.500|" in rows
-
-
 def test_every_script_is_shown_or_named_with_what_it_needs(capsys):
     explain.print_group(explain.Args(scripts=POLICY_SCRIPTS))
     table, left_out = capsys.readouterr().out.split("Left out: ")
