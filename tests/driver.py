@@ -110,13 +110,10 @@ class Recorder:
         weight.copy_(torch.linspace(-1, 1, weight.numel()))
         return critic
 
-    def score(self, *args):
-        return self.original["score"](*args).to(self.dtype)
-
-    def generate(self, model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
+    def generate(self, args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
         began = time.time()
         source = self.original["generate"] if self.sample else self.fixed_rollout
-        rollout = source(model, tokenizer, prompts, args, samples_per_prompt, greedy)
+        rollout = source(args, model, tokenizer, prompts, samples_per_prompt, greedy)
         if not greedy:
             mask = rollout["response_mask"]
             rows = zip(rollout["sequences"][:, -mask.shape[1] :], mask)
@@ -125,7 +122,7 @@ class Recorder:
         self.seen["events"].append(("greedy" if greedy else "generate", began, dict(rollout)))
         return rollout
 
-    def fixed_rollout(self, model, tokenizer, prompts, args, samples_per_prompt, greedy):
+    def fixed_rollout(self, args, model, tokenizer, prompts, samples_per_prompt, greedy):
         """The log-probs are a little off the policy's, so that ratios are not 1."""
         pairs = [(ids, 0 if greedy else 1 + i) for ids in prompts for i in range(samples_per_prompt)]
         responses = [fixed_response(ids, number) for ids, number in pairs]
@@ -138,7 +135,7 @@ class Recorder:
         mask = attention_mask[:, P:].bool()
         rollout = {"sequences": sequences, "attention_mask": attention_mask, "response_mask": mask}
         with torch.no_grad():
-            logprobs = self.script.token_logprobs(model, rollout, args.temperature)
+            logprobs = self.script.token_logprobs(args, model, rollout)
         noise = (sequences[:, P:] * torch.arange(1, T + 1)).to(logprobs.dtype).mul(7.1).sin() * 0.3 * mask
         truncated = torch.tensor([response[-1] != 1 for response in responses])
         rollout |= {name: function(noise) * mask for name, function in EXTRA.items()}

@@ -33,7 +33,7 @@ def run_and_kill(kill: str, script: str, *flags: str) -> None:
         path = str(args[0]) if event in ("open", "os.rename") else ""
         if moment == "before rename" and event == "os.rename" and "checkpoint" in path:
             die_if_due()
-        if moment == "half a model" and "model.tmp" in path and "tokenizer" in path:
+        if moment == "half a model" and "/model/" in path and "tokenizer" in path:
             die_if_due()
 
     def save_in_two_parts(state, file):
@@ -86,8 +86,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (one, other)]
     assert models[0] == models[1]
     states = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (one, other)]
-    for state in states:
-        del state["log_sizes"]  # they depend on the digits of tokens_per_second
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 

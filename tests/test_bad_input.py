@@ -1,13 +1,10 @@
-"""Bad input gets one line that names the flag, its value and the remedy, and exit code 2."""
+"""Bad input gets one line that names the flag or the file and the remedy, and exit code 2."""
 
 import json
-import logging
-import math
 import shlex
 import shutil
 import sys
 
-import datasets
 import pytest
 import torch
 import transformers
@@ -16,7 +13,6 @@ from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
 
-datasets.logging.set_verbosity(logging.CRITICAL)  # it prints about broken files
 TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
 DATA = {
@@ -26,11 +22,10 @@ DATA = {
     "no_answer": [{"prompt": "3 ?"}] * 16,
     "few": [GOOD],
     "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
-    "new_word": [{"prompt": "3 new", "answer": "3"}] * 16,
-    "taken": [GOOD | {"completions": "3"}] * 16,
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
+def several(completions, **columns): return [[1.0, 2.0]] * len(completions)
 def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
@@ -44,16 +39,13 @@ def bad(tmp_path_factory):
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
-    (folder / "nan.jsonl").write_text('{"prompt": "3 ?", "answer": 3}\n{"prompt": "3 ?", "answer": NaN}\n')
     (folder / "reward.py").write_text(REWARDS)
 
-    for name in ("no_tokenizer", "pickled", "remote"):
-        shutil.copytree(TOY / "policy", folder / name)
-    for file in (folder / "no_tokenizer").glob("tokenizer*"):
-        file.unlink()
+    shutil.copytree(TOY / "policy", folder / "pickled")
     (folder / "pickled" / "model.safetensors").unlink()
     toy = transformers.AutoModelForCausalLM.from_pretrained(TOY / "policy")
     torch.save(toy.state_dict(), folder / "pickled" / "pytorch_model.bin")
+    shutil.copytree(TOY / "policy", folder / "remote")
     config = {"model_type": "mine"}
     config["auto_map"] = {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
     (folder / "remote" / "config.json").write_text(json.dumps(config))
@@ -61,69 +53,79 @@ def bad(tmp_path_factory):
 
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
-    tokenizer.add_tokens(["new"])
     save(folder / "chat", model, tokenizer)
+    tied = transformers.LlamaForSequenceClassification(make_model("llama").config)
+    tied.config.update({"num_labels": 1, "tie_word_embeddings": True})
+    save(folder / "tied_judge", tied, tokenizer)
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
-    with torch.no_grad():
-        toy.model.norm.weight[3] = math.nan
-    save(folder / "nan", toy, transformers.AutoTokenizer.from_pretrained(TOY / "policy"))
     shutil.copytree(TOY / "reward_model", folder / "three")
     auto = transformers.AutoModelForSequenceClassification
     auto.from_pretrained(TOY / "policy", num_labels=3).save_pretrained(folder / "three")
     return folder
 
 
-# The flags, of which the last must be in the message with its value, and what else must be in it.
+# The flags, and what must be in the message besides the value of the last flag.
 CASES = {
-    "batch and groups": ("--samples_per_prompt 4 --batch_size 10", ": use a multiple of 4"),
-    "minibatches": ("--num_minibatches 3", ": use a divisor of 16"),
-    "model not on the hub": ("--model no/such-model", "use a folder or a hub id"),
-    "model in a pickle": ("--model {bad}/pickled",),
-    "model with code": ("--model {bad}/remote",),
-    "model without tokenizer": ("--model {bad}/no_tokenizer",),
-    "weights missing": ("--model {bad}/body_only", "use a policy"),
-    "model without EOS": ("--model {bad}/no_eos", "no EOS"),
-    "reward model as policy": ("--model {toy}/reward_model", "use a policy"),
-    "weights not finite": ("--model {bad}/nan", "not finite"),
-    "ids beyond the model": ("--model {bad}/chat --dataset {bad}/new_word.jsonl", "row 0", "beyond the 22"),
-    "NaN in a .jsonl": ("--dataset {bad}/nan.jsonl", "row 1", "NaN"),
-    "columns of the script": ("--dataset {bad}/taken.jsonl", "completions", "rename"),
-    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", "no content"),
-    "dataset missing": ("--dataset no/such.jsonl", "use a .jsonl"),
-    "dataset torn": ("--dataset {bad}/torn.jsonl",),
-    "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "row 1", "`prompt`"),
-    "chat without template": ("--dataset {bad}/chat.jsonl", "row 0", "chat template"),
-    "answer missing": ("--reward exact_answer --dataset {bad}/no_answer.jsonl", "row 0", "`answer`"),
-    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "or more"),
-    "prompts too long": ("--max_prompt_length 2", "0 of 16", "or more"),
-    "beyond the positions": ("--max_response_length 125", "129", "128"),
-    "reward misspelled": ("--reward exact_anwser",),
-    "wrong number of scores": ("--reward {bad}/reward.py:wrong_number", "did not return 16 finite scores"),
+    "batch and groups": ("--samples_per_prompt 4 --batch_size 10", "--batch_size 10: use a multiple of 4"),
+    "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
+    "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
+    "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
+    "model in a pickle": ("--model {bad}/pickled", "model.safetensors"),
+    "reward misspelled": ("--reward exact_anwser", "model exact_anwser: use a folder"),
+    "weights missing": ("--model {bad}/body_only", "1 weights missing", "policy as --model"),
+    "model without EOS": ("--model {bad}/no_eos", "--model", "no EOS"),
+    "reward model as policy": ("--model {toy}/reward_model", "policy as --model"),
+    "no weight missing": ("--model {bad}/tied_judge", "SequenceClassification", "policy as --model"),
+    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "content", "'user'"),
+    "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),
+    "held-out prompt empty": ("--eval_every 1 --eval_dataset {bad}/empty_prompt.jsonl", "--eval_dataset"),
+    "chat without template": ("--dataset {bad}/chat.jsonl", "--model with a chat template", "'3 ?'"),
+    "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
+    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
+    "prompts too long": ("--max_prompt_length 2", "0 of 16 prompts have 1 to 2 tokens", "or more"),
+    "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
+    "wrong number of scores": (
+        "--reward {bad}/reward.py:wrong_number",
+        "--reward",
+        "return 16 finite scores",
+    ),
+    "several scores": ("--reward {bad}/reward.py:several", "return 16 finite scores, one for each"),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
-    "reward model a causal LM": ("--reward {toy}/policy", "use a reward model"),
-    "reward model of 3 outputs": ("--reward {bad}/three", "one output"),
+    "reward model a causal LM": ("--reward {toy}/policy", "reward model as --reward"),
+    "reward model of 3 outputs": ("--reward {bad}/three", "return 16 finite scores"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case, bad, tmp_path, capsys):
     text, *expected = (part.format(bad=bad, toy=TOY) for part in CASES[case])
-    pairs = text.removeprefix("--").split(" --")
+    pairs = dict(pair.split() for pair in text.removeprefix("--").split(" --"))
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
-    said = refused(capsys, run, "grpo", **flags | dict(pair.split() for pair in pairs))
-    assert f"--{pairs[-1]}" in said and all(words in said for words in expected), said
+    said = refused(capsys, run, "grpo", **flags | pairs)
+    assert all(words in said for words in expected), said
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
-    assert not (bad / "code ran").exists()
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["batch_size -1", "kl_coef -0.5", "learning_rate nan", "reward_clip inf", "temperature 0", "log_every 0"],
-)
-def test_numbers_out_of_range(flag, capsys):
-    assert f"--{flag}" in refused(capsys, run, "grpo", **dict([flag.split()]))
+# What a library refuses, in a message that names the thing
+LIBRARY = {
+    "--model {bad}/remote": "trust_remote_code",
+    "--dataset no/such.jsonl": "no/such.jsonl",
+    "--dataset {bad}/torn.jsonl": "line 2 column 1",
+    "--reward {bad}/none.py:f": "none.py",
+    "--reward {bad}/reward.py:none": "none",
+}
+
+
+@pytest.mark.parametrize("words", LIBRARY)
+def test_refused_by_a_library(words, bad, tmp_path):
+    """No foreign code runs, and no run begins."""
+    flag, value = words.removeprefix("--").format(bad=bad).split()
+    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
+    with pytest.raises((OSError, ValueError, KeyError), match=LIBRARY[words]):
+        run("grpo", **flags | {flag: value})
+    assert not (tmp_path / "run").exists() and not (bad / "code ran").exists()
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
@@ -135,12 +137,15 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run", "num_iterations": 1}
     run("grpo", **flags)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    for name, value in {"seed": 2, "dataset": bad / "no_answer.jsonl", "reward_clip": 3.0}.items():
+    changes = {"seed": 2, "dataset": bad / "few.jsonl", "reward_clip": 3.0, "anneal_lr": True}
+    for name, value in changes.items():
+        if name == "dataset":
+            value = write_jsonl(tmp_path / "other.jsonl", DATA["good"])
         said = refused(capsys, run, "grpo", **flags | {name: value})
-        assert f"--run_dir {tmp_path / 'run'}: has --{name} " in said and f"not {value}" in said
-    assert "--exp_name grpo, not ppo" in refused(capsys, run, "ppo", **flags)
+        assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
+    assert "of other exp_name, " in refused(capsys, run, "ppo", **flags)
     said = refused(capsys, run, "grpo", **flags | {"anneal_lr": True, "num_iterations": 2})
-    assert "has --num_iterations 1, not 2" in said or "has --anneal_lr False, not True" in said
+    assert "of other num_iterations, anneal_lr;" in said
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -153,11 +158,11 @@ def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
         run("grpo", dataset=bad / "good.jsonl", run_dir=tmp_path / "two", reward=f"{bad}/reward.py:leaves")
 
 
-def test_a_real_model_with_the_toys_defaults_is_warned_of(bad, tmp_path, capsys):
-    run("grpo", model=bad / "chat", dataset=bad / "good.jsonl", run_dir=tmp_path, num_iterations=1)
-    assert "warning: --learning_rate: " in capsys.readouterr().out
-    grpo.check_args(grpo.Args(model="x", device="cuda"))
-    assert "warning: --learning_rate, --max_response_length, --dtype: " in capsys.readouterr().out
+def test_a_real_model_with_the_toys_learning_rate_is_warned_of(bad, capsys):
+    grpo.check_args(grpo.Args(model="x"))
+    assert "warning: --learning_rate 0.0002 is for the toy" in capsys.readouterr().out
+    grpo.check_args(grpo.Args(model="x", learning_rate=1e-6))
+    assert capsys.readouterr().out == ""
 
 
 def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
@@ -166,23 +171,31 @@ def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
     assert "--batch_size 12: use a multiple of 16" in said
 
 
+def test_ranks_compare_flags_rows_weights_and_checkpoints(tmp_path, monkeypatch):
+    """Each changes the checksum that the ranks compare."""
+    seen, layers, path = [], [torch.nn.Linear(2, 2) for _ in range(2)], tmp_path / "args.json"
+    monkeypatch.setattr(grpo, "total", lambda x: seen.append(int(x)) or int(x))
+
+    def open_run(layer=layers[0], rows=DATA["few"], **flags):
+        return grpo.open_run(grpo.Args(run_dir=str(tmp_path), **flags), {"policy": layer}, rows)
+
+    open_run()
+    open_run(rows=DATA["chat"])
+    open_run(layers[1])
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
+    open_run(seed=2)
+    grpo.save_checkpoint(tmp_path, 1, {"policy": layers[0]})
+    open_run(seed=2)
+    assert len(set(seen)) == 5
+
+
 def test_ranks_that_differ_get_one_line(tmp_path):
-    """Their flags, rows and weights differ, and rank 0 alone finds a checkpoint, as without a common file system."""
     for rank, answer in (("0", "8"), ("1", "9")):
         write_jsonl(tmp_path / f"data{rank}.jsonl", [GOOD | {"answer": answer}] * 16)
-        save(tmp_path / f"model{rank}", make_model("llama", seed=int(rank)), make_tokenizer())
-    flags = {"seed": "RANK", "dataset": tmp_path / "dataRANK.jsonl", "model": tmp_path / "modelRANK"}
-    flags |= {"run_dir": tmp_path / "runRANK", "num_iterations": 1, "batch_size": 16, "eval_every": 0}
-    flags |= {"max_response_length": 8, "device": "cpu"}
-    run("grpo", **{name: str(value).replace("RANK", "0") for name, value in flags.items()})
-    args = tmp_path / "run0" / "args.json"
-    args.write_text(args.read_text().replace('"ranks": 1', '"ranks": 2'))
-    before = {path: path.read_bytes() for path in (tmp_path / "run0").rglob("*") if path.is_file()}
-
+    flags = {"dataset": tmp_path / "dataRANK.jsonl", "run_dir": tmp_path / "run", "num_iterations": 1}
+    flags |= {"batch_size": 16, "eval_every": 0, "max_response_length": 8, "device": "cpu"}
     command = shlex.join([sys.executable, f"{ROOT}/grpo.py", *words_of(**flags)]).replace("RANK", "$RANK")
     result = launch("--no-python", "bash", "-c", command, ranks=2, check=False)
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
     assert result.returncode != 0 and "the ranks differ in" in said
-    parts = ["weights", "rows of --dataset", "checkpoint.pt", "--seed", "--dataset", "--model", "--run_dir"]
-    assert all(f" {part}" in said for part in parts)
-    assert before == {path: path.read_bytes() for path in before} and not (tmp_path / "run1").exists()
+    assert not (tmp_path / "run").exists()

@@ -45,7 +45,7 @@ def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_pa
         for ids, mask in zip(rollout["sequences"][:, :-T], rollout["attention_mask"][:, :-T]):
             assert tokenizer.decode(ids[mask == 1]).startswith("3 ")
         # Each response has its own score after the parts were joined.
-        texts = dapo.decode(tokenizer, rollout, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(dapo.response_ids(rollout), skip_special_tokens=True)
         assert rollout["scores"].tolist() == [len(text) % 3 for text in texts]
         # Before the last rollout there were fewer than 4.
         found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
@@ -61,7 +61,7 @@ def test_no_prompt_is_in_a_batch_twice_and_a_batch_needs_a_rollout(run_dapo, fla
     write_jsonl(flags["dataset"], [{"prompt": f"1 + {i} ?"} for i in range(5)])
     calls = recorded(monkeypatch, dapo, "generate")
     _, (line,) = run_dapo(num_iterations=1, max_rollouts=30)
-    prompts = [tuple(ids) for args, _ in calls for ids in args[2]]
+    prompts = [tuple(ids) for args, _ in calls for ids in args[3]]
     assert len(prompts) == len(set(prompts)) == 5 and line["rollouts"] == 5 / 4
     said = refused(capsys, run, "dapo", **flags, max_rollouts=0, run_dir=flags["dataset"].parent / "other")
     assert "--max_rollouts 0: use 1 or more" in said

@@ -34,7 +34,7 @@ class Devices(TorchFunctionMode):
             raise RuntimeError(f"{function.__name__} gets tensors of the device and of the host")
 
         result = function(*args, **kwargs)
-        names_device = any(isinstance(x, torch.device) for x in [*args, *kwargs.values()])
+        names_device = any(isinstance(x, torch.device | str) for x in [*args, *kwargs.values()])
         if function is torch.Tensor.to and names_device:
             return result.clone() if on_host else result  # without the mark
         if function is torch.Tensor.cpu or not (on_device or kwargs.get("device")):

@@ -16,7 +16,6 @@ import grpo
 import ppo
 import reward_model
 
-CPU = torch.device("cpu")
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
 RESPONSES = ["think 3 + 5 = 8 answer 8", "answer 8", "think 9 answer 1 answer"]
 ENDED = [True, False, True]
@@ -37,24 +36,24 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
     rollout = {
         "sequences": pad(pad_sequence(responses, batch_first=True), (1, 0)),
         "response_mask": pad_sequence(masks, batch_first=True),
+        "old_logprobs": torch.zeros(len(texts)),
         "truncated": ~torch.tensor(ended),
     }
-    loaded = grpo.load_reward(grpo.Args(reward=str(reward), **flags), "reward", CPU)
+    loaded = grpo.load_reward(grpo.Args(device="cpu", **flags), str(reward), rows)
     return grpo.score(loaded, tokenizer, rows, rollout)
 
 
 @pytest.mark.parametrize(
-    "marker, completion, answer, expected",
+    "completion, answer, expected",
     [
-        ("answer", "answer 3 answer  8 ", 8, 1),  # the last marker counts; a number in the column
-        ("answer", "answer 8 answer 3", "8", 0),
-        ("answer", "answer 8 or 9", "8", 0),
-        ("answer", " 8", "8", 1),  # without a marker the whole completion counts
-        ("####", "6 * 7 = 42 #### 42", " 42\n", 1),
+        ("answer 3 answer  8 ", 8, 1),  # the last "answer" counts; a number in the column
+        ("answer 8 answer 3", "8", 0),
+        ("answer 8 or 9", "8", 0),
+        (" 8", " 8\n", 1),  # without "answer" the whole completion counts
     ],
 )
-def test_exact_answer(marker, completion, answer, expected):
-    assert grpo.exact_answer(marker)(completions=[completion], answer=[answer], marker=["?"]) == [expected]
+def test_exact_answer(completion, answer, expected):
+    assert grpo.exact_answer(completions=[completion], answer=[answer], more=["?"]) == [expected]
 
 
 def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
@@ -89,10 +88,11 @@ def test_values_of_a_dataset_keep_their_type(tmp_path):
     rows = [{"prompt": "3 ?", "answer": answer} for answer in answers]
     path = write_jsonl(tmp_path / "data[1].jsonl", rows)
     write_jsonl(tmp_path / "data1.jsonl", rows[:1])
-    assert repr(grpo.read_rows("--dataset", str(path), "train")) == repr(rows)
-    path = tmp_path / "data[1].parquet"
-    datasets.Dataset.from_list(rows[2:5:2]).to_parquet(path)
-    assert grpo.read_rows("--dataset", str(path), "train") == rows[2:5:2]
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(rows[2:5:2]).to_parquet(tmp_path / "folder" / "train.parquet")
+    for name, expected in ((path, answers), (tmp_path / "folder", answers[2:5:2])):
+        found = grpo.load_rows(grpo.Args(), str(name), "train", make_model("llama"), make_tokenizer())
+        assert repr([row["answer"] for row in found]) == repr(expected)
 
 
 def test_scores_are_processed_in_order():
@@ -149,6 +149,8 @@ def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, tokenizer, 
     texts = []
     for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
         text = f"<user> {prompt} <end> <model> {response}" + " <end> <eos>" * end
+        if not chats:  # a text stays a text
+            text = f"{prompt} {response}" + " <eos>" * end
         texts.append(own(text)["input_ids"])  # with its BOS
     assert_scores(scores(tmp_path, tokenizer, rows), tmp_path, texts)
 
@@ -196,24 +198,14 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
     cases = [(toy / "reward_model", judge, judge["score.weight"])]
     cases += [(name, policy, no_head) for name in (tmp_path, "exact_answer", "mine.py:f")]
     for name, start, head in cases:
-        critic = ppo.load_critic(ppo.Args(reward=str(name)), model, tokenizer, CPU).state_dict()
+        critic = ppo.load_critic(ppo.Args(reward=str(name), device="cpu"), model, tokenizer).state_dict()
         assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
 
 TWO_REWARDS = """
 def two(completions, **_): return [[3.0 + len(x), -2.0 * x.count("3")] for x in completions]
-def ragged(completions, **_): return [[1.0, 2.0]] + [[1.0]] * (len(completions) - 1)
 """
-
-
-def test_several_rewards_count_as_their_sum(tmp_path, capsys):
-    """In every script, in evaluation too. A list that is shorter than the others is refused."""
-    (tmp_path / "mine.py").write_text(TWO_REWARDS)
-    expected = [3.0 + len(text) - 2.0 * text.count("3") for text in RESPONSES]
-    assert scores(f"{tmp_path}/mine.py:two").tolist() == expected
-    said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:ragged", run_dir=tmp_path / "run")
-    assert "mine.py:ragged" in said and "a list of numbers, for each completion" in said
 
 
 def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys):

