@@ -11,6 +11,7 @@ import math
 import shutil
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import common
@@ -73,11 +74,10 @@ def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dic
 
 def cells_of() -> list[dict]:
     """Each bug and what it is compared with, and every script."""
-    runs = [("", *pair, seed) for seed in SEEDS for pair in map(parent, FLAGS)]
-    runs += [(bug, PLANTED[bug].script, flags, seed) for seed in SEEDS for bug, flags in FLAGS.items()]
-    runs += [("", script, {}, seed) for seed in SEEDS for script in POLICY_SCRIPTS]
+    runs = [("", *parent(bug)) for bug in FLAGS] + [(bug, PLANTED[bug].script, FLAGS[bug]) for bug in FLAGS]
+    runs += [("", script, {}) for script in POLICY_SCRIPTS]
     cells = []
-    for bug, script, flags, seed in runs:
+    for seed, (bug, script, flags) in product(SEEDS, runs):
         cell = {"bug": bug, "script": script, "flags": flags, "seed": seed}
         if cell not in cells:
             cells.append(cell)
@@ -109,9 +109,9 @@ def runs_of(bug: str) -> list[dict]:
     return [run for run in results() if run["bug"] == bug]
 
 
-def unchanged(script: str, flags: dict) -> list[dict]:
-    """The runs of a script without a bug."""
-    return [run for run in runs_of("") if (run["script"], run["flags"]) == (script, flags)]
+def unchanged(bug: str) -> list[dict]:
+    """The runs without a bug that a bug is compared with."""
+    return [run for run in runs_of("") if (run["script"], run["flags"]) == parent(bug)]
 
 
 def diagnosed(run: dict) -> set[str]:
@@ -134,7 +134,7 @@ def scores(runs: list[dict]) -> tuple[list[float], list[float]]:
 
 def share(bug: str) -> float:
     """How much of the rise in score a bug leaves."""
-    start, end = map(mean, scores(unchanged(*parent(bug))))
+    start, end = map(mean, scores(unchanged(bug)))
     return (mean(scores(runs_of(bug))[1]) - start) / (end - start)
 
 
@@ -143,7 +143,7 @@ def signs(bug: str) -> str:
     found = {}
     for name, least in SIGNS.items():
         for part in (slice(0, 10), slice(-10, None)):
-            pair = runs_of(bug), unchanged(*parent(bug))
+            pair = runs_of(bug), unchanged(bug)
             wrong, right = ([mean(run["metrics"].get(name, [0])[part]) for run in runs] for runs in pair)
             if min(wrong) > 3 * max(right) + least or 3 * max(wrong) + least < min(right):
                 found.setdefault(name, f"`{name}` {mean(wrong):.2g} ({mean(right):.2g})")
@@ -158,7 +158,7 @@ def summary() -> None:
         old, new = (line[1:].partition("  #")[0].strip() for line in PLANTED[bug].changed_lines())
         flags = " ".join(words_of(FLAGS[bug]))
         cells = [group, bug + f"<br>`{flags}`" * bool(flags), f"`{PLANTED[bug].where}`: `{old}` → `{new}`"]
-        cells += [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(*parent(bug)))]
+        cells += [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(bug))]
         found = sorted(set.intersection(*map(diagnosed, runs_of(bug))))
         cells += [signs(bug), ", ".join(found) or "nothing", f"`{PLANTED[bug].tests.split()[0]}`"]
         lines.append(cells)
@@ -175,7 +175,7 @@ def draw() -> None:
     for number, (bug, metric) in enumerate(SHOWN.items()):
         top, column = number // 4 * 2, number % 4
         for axis, name in zip(axes[top : top + 2, column], ("score", metric)):
-            for runs, color in ((unchanged(*parent(bug)), "#999999"), (runs_of(bug), plot.COLORS[1])):
+            for runs, color in ((unchanged(bug), "#999999"), (runs_of(bug), plot.COLORS[1])):
                 for run in runs:
                     axis.plot(range(1, 1 + ITERATIONS), run["metrics"][name], color=color, lw=1)
             axis.set_ylabel(name, fontsize=7)
