@@ -21,43 +21,25 @@ from common import POLICY_SCRIPTS, ROOT, mean, run_all, show, words_of
 from planted import BUGS
 
 ITERATIONS, SEEDS = 60, (1, 2, 3)
-# The flags at which a bug matters. The unchanged script runs with them, too.
-COOL = {"temperature": 0.7}
-REWARD_MODEL = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "kl_coef": 1.0}
-# These change no result of the unchanged script. The model is toy/policy with a dropout of 0.1 in its config.
-DROPOUT = {"model": "dropout"}
-SMALL = {"micro_batch_size": 16}
-
-FLAGS = {
-    "eos masked": {}, "log-probs one column off": {}, "padding counts in positions": {}, "attention to the padding": {},
-    "cache of other rows": {}, "micro-batch cut too short": {}, "scores of another prompt": {},
-    "groups along the wrong axis": {}, "a group spans two prompts": {}, "token mean in grpo": {}, "clip with max": {},
-    "k3 upside down": {}, "old log-probs of the reference": {}, "ratio always 1": {}, "kl the other way round": {},
-    "a reference that moves": {}, "reference log-probs of other rows": {}, "no zero_grad": {},
-    "no gradient clipping": {}, "it learns the wrong way": {}, "no baseline": {}, "kl with the wrong sign": {},
-    "whitened with the padding": {}, "returns from the left": {}, "k2 of the old policy": {},
-    "ppo: critic one token off": {}, "sampling without temperature": COOL, "log-probs without temperature": COOL,
-    "reference at temperature 1": COOL, "a reward model reads padding": REWARD_MODEL,
-    "responses of a micro-batch": SMALL, "dropout on": DROPOUT,
-}  # fmt: skip
-PLANTED = {name: BUGS[name] for name in FLAGS}
+PLANTED = {bug.name: bug for bug in BUGS.values() if bug.trained is not None}
+FLAGS = {name: bug.trained for name, bug in PLANTED.items()}
 # grpo.py would stop: it divides by the length, which is 0 for a response that is only an EOS.
 PLANTED["eos masked"] = replace(BUGS["eos masked"], where="reinforce_pp.generate")
 LEFT_OUT = ("iteration", "seconds", "tokens_per_second", "learning_rate", "policy_loss")
 
 
 def parent(bug: str) -> tuple[str, dict]:
-    """Script and flags of the unchanged run that a bug is compared with."""
-    return PLANTED[bug].script, {} if FLAGS[bug] in (SMALL, DROPOUT) else FLAGS[bug]
+    """Script and flags of the unchanged run that a bug is compared with: its own, if they change a result."""
+    changes_nothing = FLAGS[bug].keys() & {"micro_batch_size", "model"}
+    return PLANTED[bug].script, {} if changes_nothing else FLAGS[bug]
 
 
 def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dict:
-    folder = run_dir.parent
-    if flags == DROPOUT:
-        shutil.copytree(ROOT / "toy" / "policy", folder / "dropout")
-        config = folder / "dropout" / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
-        flags = {"model": folder / "dropout"}
+    if "model" in flags:  # toy/policy, with a dropout in its config
+        model = shutil.copytree(ROOT / "toy" / "policy", run_dir.parent / flags["model"])
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+        flags = {"model": model}
     # An evaluation changes nothing, and costs time.
     evaluates = not bug or "eval_reward" in flags
     flags = {"num_iterations": ITERATIONS} | flags | {"seed": seed, "eval_every": 30 if evaluates else 0}

@@ -28,6 +28,7 @@ class Planted:
     new: str
     old_in_references: str = ""
     new_in_references: str = ""
+    trained: dict | None = None
 
     @property
     def script(self) -> str:
