@@ -10,8 +10,8 @@ Long Ouyang et al., "InstructGPT", arXiv 2203.02155, section 3.5. With a prompt 
 
 over the tokens of completions and the EOS that ends each, not over prompts and padding. N_tok counts them in
 one optimizer step over all ranks. Prompt and completion are tokenized apart, since a policy is later given a
-prompt's tokens alone; of a chat the last message is learned. Left out: packing, LoRA, sharded models, tools.
-Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
+prompt's tokens alone; of a chat the last message is learned. Left out: dropout, packing, LoRA, sharded
+models, tools. Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
 
     python sft.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B \
@@ -21,49 +21,39 @@ Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPU
 
 import atexit
 import json
-import math
 import os
 import shutil
 import sys
 import time
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-# Before torch is imported: fewer gaps in the memory of a GPU
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
 import datasets
 import filelock  # comes with torch
-import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
-class Args:
-    # The comment behind a flag is its --help text.
+class Args:  # the comment behind a flag is its --help text
     exp_name: str = Path(__file__).stem  # name of the run
     seed: int = 1  # of the order of examples
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/base"  # starting policy: folder or hub id of a causal LM
-    # .jsonl, .parquet, folder or hub id; `prompt` and `completion`, text or chat messages, or `messages`
+    # .jsonl, folder or hub id (split train); columns `prompt` and `completion`, or `messages` of a chat
     dataset: str = "toy/demonstrations.jsonl"
-    dataset_split: str = "train"  # split of a hub id or folder
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation; 0: none
     max_length: int = 1024  # examples with more tokens, prompt and EOS included, are left out
     # Optimization
@@ -71,7 +61,7 @@ class Args:
     shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps that of the file, for a curriculum
     batch_size: int = 128  # examples per optimizer step, over all ranks
     micro_batch_size: int = 128  # examples per forward pass on a rank: memory only
-    learning_rate: float = 1e-3  # peak learning rate of AdamW
+    learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
     warmup_iterations: int = 20  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
@@ -79,51 +69,55 @@ class Args:
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 100  # iterations between evaluations, also before the first and after the last; 0: none
-    log_every: int = 20  # iterations between printed lines; metrics.jsonl has every iteration
     save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
 
-def encode(tokenizer, row):
-    """The token ids of a prompt, its completion and EOS, and a mask that is True on what is learned."""
-    prompt = row.get("prompt")
-    completion = row.get("completion")
-    if row.get("messages"):
-        prompt = row["messages"][:-1]
-        completion = row["messages"][-1:]
-    if isinstance(completion, list):
-        if [message["role"] for message in completion] != ["assistant"]:
-            raise ValueError(f"{completion} is not one message of the assistant")
-        completion = completion[0]["content"]
-    if not prompt or not isinstance(completion, str):
-        raise ValueError(f"the prompt is {prompt!r}, the completion {completion!r}")
-
+def encode(tokenizer, prompt, completion):
+    """The token ids of a prompt, its completion and EOS, and a mask that is True on the last two."""
     prompt_ids = token_ids(tokenizer, prompt)
     completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return {
-        "prompt": prompt,
-        "prompt_ids": prompt_ids,
-        "input_ids": prompt_ids + completion_ids,
-        "completion_mask": [False] * len(prompt_ids) + [True] * len(completion_ids),
-        "length": len(prompt_ids) + len(completion_ids),
-    }
+    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
+    return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}
+
+
+def choose_rows(args, dataset, iteration):
+    """The rows of an iteration, over all ranks. Each epoch drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
+    order = torch.arange(len(dataset))
+    if args.shuffle:
+        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+        order = torch.randperm(len(dataset), generator=generator)
+    return [dataset[i] for i in order.split(args.batch_size)[batch_number]]
+
+
+def micro_batches(args, rows):
+    """Yield this rank's share of the rows, in tensors (b, L) of similar lengths, padded on the right."""
+    share = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
+    for first in range(0, len(share), args.micro_batch_size):
+        part = share[first : first + args.micro_batch_size]
+        batch = {}
+        for name in ["input_ids", "completion_mask"]:
+            tensors = [torch.tensor(row[name]) for row in part]
+            batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
+        yield batch
 
 
 def completion_loss(model, batch, num_tokens):
     """-log pi_theta of the completion tokens, summed, and divided by num_tokens of the optimizer step."""
-    columns = batch["completion_mask"].any(0).nonzero().squeeze(1)  # (T,) those with tokens to learn
+    # Logits take the most memory, so they are computed only where a token of some row is learned.
+    columns = batch["completion_mask"].any(0).nonzero()[:, 0]  # (T,)
     tokens = batch["input_ids"][:, columns]  # (b, T)
     mask = batch["completion_mask"][:, columns]
     # A token's logits are one position earlier. No attention mask: padding on the right is not attended to.
     output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=columns - 1)
-    logits = output.logits[mask].to(model.dtype)  # (N, V); under autocast they may be bfloat16
+    logits = output.logits[mask].to(model.dtype)  # (tokens to learn, V); under autocast they may be bfloat16
     return torch.nn.functional.cross_entropy(logits, tokens[mask], reduction="sum") / num_tokens
 
 
 def all_sum(x):
-    """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
+    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
     if dist.is_initialized():
-        x = x.clone()  # all_reduce works in place
         dist.all_reduce(x)
     return x
 
@@ -133,35 +127,12 @@ def total(x):
     return float(all_sum(x.sum()))
 
 
-def choose_rows(args, dataset, iteration):
-    """The indices of this rank's rows for an iteration. Each epoch has a new order, less a remainder."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
-    order = torch.arange(len(dataset))
-    if args.shuffle:
-        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-        order = torch.randperm(len(dataset), generator=generator)
-    chosen = order.split(args.batch_size)[batch_number]
-    return chosen.chunk(WORLD_SIZE)[RANK].tolist()
-
-
-def micro_batches(dataset, indices, size, device):
-    """Yield (part, batch): up to `size` of the indices of rows, and their tensors, padded on the right."""
-    by_length = sorted(indices, key=lambda i: dataset[i]["length"])  # similar lengths go together
-    for first in range(0, len(by_length), size):
-        part = by_length[first : first + size]
-        batch = {}
-        for name in ["input_ids", "completion_mask"]:
-            tensors = [torch.tensor(dataset[i][name]) for i in part]
-            batch[name] = pad_sequence(tensors, batch_first=True).to(device)
-        yield part, batch
-
-
 def optimizer_step(args, model, optimizer, learning_rate):
     """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
         if parameter.grad is not None:  # some models have weights that nothing uses
-            parameter.grad = all_sum(parameter.grad)
+            all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -171,80 +142,70 @@ def optimizer_step(args, model, optimizer, learning_rate):
 
 
 def main(args):
-    # 1. Setup: run folder, ranks, model, data, optimizer
+    # 1. Setup: ranks, model, data, optimizer, run folder
     check_args(args)
-    run_dir = find_run(args)
-    device = start_ranks(args)
-
-    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
+    start_ranks(args)
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
     examples = load_rows(args, policy, tokenizer)
     dataset = examples[: len(examples) - args.eval_size]
-    eval_dataset = examples[len(dataset) :] if args.eval_every else None
+    eval_dataset = examples[len(dataset) :] if args.eval_every else []
     num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 4
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-
-    # Resume the run, or start it. `start` counts the finished iterations.
-    start, log_sizes = load_checkpoint(run_dir, state)
-    weights = [float(weight.detach().sum()) for weight in policy.parameters()]
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
-    open_run(args, run_dir, log_sizes)
-    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
+    run_dir, start = open_run(args, state, examples)  # `start` counts the finished iterations
+    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
 
     # 2. Evaluation on held-out examples, before the first iteration; the later evaluations are in step 6
     if eval_dataset and start == 0:
-        metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
-        log(args, run_dir, 0, metrics, samples)
+        log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
+        log(args, run_dir, 0, evaluate(args, policy, eval_dataset))
 
     for iteration in range(start + 1, num_iterations + 1):
         began = time.time()
 
-        # 3. Batch: this rank's examples, and the number of tokens to learn over all ranks
-        indices = choose_rows(args, dataset, iteration)
-        num_tokens = total(torch.tensor([sum(dataset[i]["completion_mask"]) for i in indices], device=device))
+        # 3. Batch: the examples of this optimizer step, over all ranks, and the number of tokens to learn
+        rows = choose_rows(args, dataset, iteration)
+        num_tokens = sum(row["completion_mask"].count(True) for row in rows)
 
         # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
         if args.anneal_lr:
             lr_factor = min(lr_factor, 1 - (iteration - 1) / num_iterations)
-        step_loss = torch.zeros((), device=device)  # of this rank's micro-batches
-        for _, batch in micro_batches(dataset, indices, args.micro_batch_size, device):
+        learning_rate = args.learning_rate * lr_factor
+        step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
+        for batch in micro_batches(args, rows):
             with autocast(args):
                 loss = completion_loss(policy, batch, num_tokens)
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor)
+        grad_norm = optimizer_step(args, policy, optimizer, learning_rate)
 
         # 5. Metrics, over all ranks
-        seconds = time.time() - began
         metrics = {
             "loss": total(step_loss),
             "grad_norm": float(grad_norm),
-            "learning_rate": args.learning_rate * lr_factor,
-            "seconds": seconds,
-            "tokens_per_second": num_tokens / seconds,
+            "learning_rate": learning_rate,
+            "tokens_per_second": num_tokens / (time.time() - began),
         }
 
         # 6. Evaluate, log and save
         is_last = iteration == num_iterations
-        samples = []
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            eval_metrics, samples = evaluate(args, policy, tokenizer, eval_dataset)
-            metrics |= eval_metrics
-        log(args, run_dir, iteration, metrics, samples)
+            log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
+            metrics |= evaluate(args, policy, eval_dataset)
+        log(args, run_dir, iteration, metrics)
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
 
     # 7. The result, a folder that from_pretrained opens
     if RANK == 0:
-        save_model(run_dir, policy, tokenizer)
-    if dist.is_initialized():
+        policy.save_pretrained(f"{run_dir}/model")
+        tokenizer.save_pretrained(f"{run_dir}/model")
+    if WORLD_SIZE > 1:
         dist.destroy_process_group()
 
 
 # --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
-
-LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 def say(text):
@@ -254,311 +215,209 @@ def say(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message as one line and exit with code 2."""
+    """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        if RANK > 0:
-            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
-        print("error:", " ".join(message.split()), file=sys.stderr)
+        time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-@contextmanager
-def explain(what, remedy):
-    """Turn an exception, which may not name the flag or the file, into a message that does."""
-    try:
-        yield
-    except Exception as error:
-        check(False, f"{what}: {error!r:.300}; {remedy}")
-
-
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    device_type = torch.device(args.device).type
-    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
 def check_args(args):
-    """Refuse numbers that cannot work before anything is loaded."""
-    positive = ["batch_size", "micro_batch_size", "max_length", "max_grad_norm", "log_every"]
-    for name, value in vars(args).items():
-        if isinstance(value, int | float):
-            check(0 <= value < math.inf, f"--{name} {value}: use a finite number, 0 or more")
-            check(value > 0 or name not in positive, f"--{name} {value}: use a number above 0")
-    multiple = f"use a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {multiple}")
-    toy_flags = ["learning_rate", "max_length"]
-    if args.device != "cpu":
-        toy_flags += ["dtype"]
-    unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
-    if unchanged and args.model != Args.model:
-        say(
-            f"warning: --{', --'.join(unchanged)}: the defaults are for the toy, not for --model {args.model}"
-        )
+    """Refuse what cannot work before anything is loaded."""
+    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
+    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
+        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        if torch.accelerator.device_count() > 1:  # else each rank sees its own GPU only, as under Slurm
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
-        backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
-        # All ranks wait while one of them computes a slow reward or saves a checkpoint.
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    return device
+        backend = "gloo"
+        if args.device != "cpu":
+            backend = None  # the device's own, such as NCCL
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
 
 
-def check_ranks_agree(args, others):
-    """Refuse ranks that differ in a flag or in one of the other values, which have names."""
-    if WORLD_SIZE == 1:
-        return
-    values = others | {f"--{name}": value for name, value in vars(args).items()}
-    checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
-    checksums = torch.tensor(checksums, device=args.device)
-    # If all ranks have the same, the sum is WORLD_SIZE times it. If one rank ends, torchrun stops the others.
-    is_same = all_sum(checksums) == checksums * WORLD_SIZE
-    different = [name for name, same in zip(values, is_same.tolist()) if not same]
-    check(not different, f"the ranks differ in {', '.join(different)}; start all with the same")
+def autocast(args):
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-def load_model(args, flag, auto_class, device):
-    """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
-    transformers.utils.logging.set_verbosity_error()
+def load_model(args, name, auto_class):
+    """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    name = getattr(args, flag)
-    where = f"--{flag} {name}"
-    is_hub_id = name.count("/") <= 1 and not name.startswith(("toy/", "."))
-    remedy = "there is no such folder; for toy/, start the script in the repository"
-    check(is_hub_id or Path(name).is_dir(), f"{where}: {remedy}")
-    with explain(where, "use a folder or a hub id"):
+    try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(name, dtype=torch.float32, **options)
-    # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
-    is_reward_model = "SequenceClassification" in str(model.config.architectures)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
+    # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
+    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
+    is_reward_model = "SequenceClassification" in found
     wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
-    wanted = "reward model" if wants_reward_model else "policy"
-    is_right = is_reward_model == wants_reward_model and not info["missing_keys"]
-    check(is_right, f"{where}: is a {model.config.architectures}, or lacks weights; use a {wanted}")
-    is_finite = all(weight.isfinite().all() for weight in model.parameters())
-    check(is_finite, f"{where}: has weights that are not finite; use another model")
-    check(tokenizer.eos_token, f"{where}: has no EOS token; save one in its tokenizer")
+    check(
+        is_reward_model == wants_reward_model and not info["missing_keys"],
+        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
+    )
+    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    return model.to(device).eval(), tokenizer
-
-
-def read_rows(where, path, split):
-    """The rows of a .jsonl, a .parquet, or a folder or hub id of `datasets`."""
-    if path.endswith(".parquet"):
-        return pyarrow.parquet.read_table(path).to_pylist()
-    if not path.endswith(".jsonl"):
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(path, split=split, streaming=Path(path).exists()))
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is not JSON")
-
-    rows = []
-    for line in open(path, encoding="utf-8"):
-        with explain(f"{where}: row {len(rows)}", "fix it"):
-            rows.append(json.loads(line, parse_constant=refuse))  # NaN and Infinity
-    return rows
+                layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    return model.to(args.device), tokenizer
 
 
 def token_ids(tokenizer, prompt):
     """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-        # Some tokenizers append an EOS, after which the model would start another text.
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-    if not tokenizer.chat_template:
-        raise ValueError("chat messages need a model with a chat template")
-    if not all(message.get("role") and message.get("content") for message in prompt):
-        raise ValueError("a message has no role or no content")
+        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
+            ids.pop()
+        return ids
+    check(
+        tokenizer.chat_template and all(message.get("content") for message in prompt),
+        f"chat {prompt}: needs a --model with a chat template, and content in each message",
+    )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
 
 
 def load_rows(args, policy, tokenizer):
-    """The encoded rows of the dataset. Those with an empty prompt or too many tokens are left out."""
-    where = f"--dataset {args.dataset}"
-    with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
-        rows = read_rows(where, args.dataset, args.dataset_split)
-    num_embeddings = len(policy.get_input_embeddings().weight)
-    encoded = []
+    """The encoded examples of the dataset. Those with more than --max_length tokens are left out."""
+    name = args.dataset
+    if name.endswith(".jsonl"):
+        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
+    else:
+        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
+        rows = list(datasets.load_dataset(name, split="train", streaming=Path(name).exists()))
+    examples = []
     for number, row in enumerate(rows):
-        with explain(f"{where}: row {number}", "fix `prompt` and `completion`, or `messages`"):
-            encoded.append(encode(tokenizer, row))
-        is_known = max(encoded[-1]["input_ids"]) < num_embeddings
-        message = f"{where}: row {number} has a token beyond the {num_embeddings} of --model"
-        check(is_known, f"{message}; use its tokenizer")
-    kept = [row for row in encoded if row["prompt_ids"] and row["length"] <= args.max_length]
-    summary = f"{len(kept)} of {len(rows)} examples have at most --max_length {args.max_length} tokens"
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if row.get("messages"):
+            *prompt, answer = row["messages"]
+            completion = answer["content"] if answer["role"] == "assistant" else None
+        is_complete = prompt and isinstance(completion, str)
+        remedy = "give it `prompt` and `completion`, or `messages` that end with the assistant's"
+        check(is_complete, f"--dataset {name}: row {number} is not complete; {remedy}")
+        example = encode(tokenizer, prompt, completion)
+        examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
+    kept = [row for row in examples if row["length"] <= args.max_length]
+    summary = f"--dataset {name}: {len(kept)} of {len(rows)} examples fit --max_length {args.max_length}"
     needed = args.batch_size + args.eval_size
-    check(len(kept) >= needed, f"{where}: {summary}; give {needed} or more, --batch_size + --eval_size")
-    say(f"dataset: {summary}, {args.eval_size} are held out")
+    check(len(kept) >= needed, f"{summary}; give {needed} or more, for --batch_size and --eval_size")
+    say(f"{summary}, {args.eval_size} are held out")
     longest = max(row["length"] for row in kept)
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    message = f"--max_length {args.max_length}: the longest example has {longest} tokens"
-    check(longest <= limit, f"{message}, the model has {limit} positions; lower it")
+    limit = getattr(policy.config, "max_position_embeddings", longest)
+    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
     return kept
 
 
-def describe(args, policy, tokenizer, dataset):
-    """Greedy responses to the first three prompts."""
-    longest = max(row["length"] for row in dataset)  # the model has positions for it
-    greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.eos_token_id}
-    samples = []
-    for row in dataset[:3]:
-        P = len(row["prompt_ids"])
-        prompt_ids = torch.tensor([row["prompt_ids"]], device=policy.device)
-        with autocast(args):
-            output = policy.generate(prompt_ids, max_new_tokens=min(256, longest - P), **greedy)
-        samples.append({"prompt": row["prompt"], "response": tokenizer.decode(output[0, P:])})
-    return samples
-
-
 @torch.no_grad()
-def evaluate(args, policy, tokenizer, dataset):
-    """The loss on held-out examples, over all ranks, and greedy responses to three of their prompts."""
-    num_tokens = sum(sum(row["completion_mask"]) for row in dataset)
-    loss = torch.zeros((), device=policy.device)
-    indices = range(RANK, len(dataset), WORLD_SIZE)
-    for _, batch in micro_batches(dataset, indices, args.micro_batch_size, policy.device):
+def evaluate(args, policy, dataset):
+    """The loss on held-out examples, over all ranks."""
+    num_tokens = sum(row["completion_mask"].count(True) for row in dataset)
+    loss = torch.zeros((), device=args.device)
+    for batch in micro_batches(args, dataset):
         with autocast(args):
             loss += completion_loss(policy, batch, num_tokens)
-    return {"eval/loss": total(loss)}, describe(args, policy, tokenizer, dataset)
+    return {"eval/loss": total(loss)}
 
 
-@contextmanager
-def replacing(path):
-    """Yield a temporary path, and rename it to path at the end, so that path is never half-written."""
-    temporary = path.with_suffix(".tmp")
-    with explain(path, "it could not be written; fix that and give the same command again"):
-        yield temporary
-        temporary.replace(path)
+def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
+    """Print and log greedy responses to three prompts."""
+    longest = max(row["length"] for row in dataset)  # the model has positions for it
+    for row in dataset[:3]:
+        prompt_ids = torch.tensor([token_ids(tokenizer, row["prompt"])], device=args.device)
+        P = prompt_ids.shape[1]
+        options = {"max_new_tokens": min(256, longest - P), "eos_token_id": tokenizer.eos_token_id}
+        with autocast(args):
+            output = policy.generate(prompt_ids, do_sample=False, **options)
+        response = tokenizer.decode(output[0, P:])
+        say(f"    {str(row['prompt'])[-80:]!r} -> {response!r}")
+        sample = {"iteration": iteration, "prompt": row["prompt"], "response": response}
+        append(f"{run_dir}/samples.jsonl", sample)
 
 
-def find_run(args):
-    """The run folder: a new or empty one, or one with a run of the same flags. Only rank 0 writes there."""
-    new_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(args.run_dir or new_dir)
+def open_run(args, state, dataset):
+    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
+    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    flags = vars(args) | {"ranks": WORLD_SIZE}
     path = run_dir / "args.json"
-    if not path.exists():
-        is_free = not run_dir.exists() or set(os.listdir(run_dir)) <= {"lock"}
-        check(is_free, f"--run_dir {run_dir}: has files, but no args.json of a run; use a new folder")
-        return run_dir
-    with explain(path, "restore it, or use a new folder"):
-        old_flags = json.loads(path.read_text())
-    may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
-    may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
-    if not args.anneal_lr:
-        may_change += ["num_epochs"]  # a longer run
-    new_flags = vars(args) | {"ranks": WORLD_SIZE}
-    for name in old_flags | new_flags:
-        old, new = old_flags.get(name), new_flags.get(name)
-        is_same = old == new or name in may_change
-        check(is_same, f"--run_dir {run_dir}: has --{name} {old}, not {new}; use that or a new folder")
-    return run_dir
-
-
-def run_lock(run_dir):
-    """The lock of a run folder, one object in this process: only one process at a time may train there."""
-    return filelock.FileLock(run_dir / "lock", is_singleton=True)
-
-
-def load_checkpoint(run_dir, state):
-    """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
-    path = run_dir / "checkpoint.pt"
-    if not path.exists():
-        return 0, dict.fromkeys(LOGS, 0)
-    with explain(path, "restore it, or delete it to start over"):
-        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
+    if path.exists():
+        old = json.loads(path.read_text())
+        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
+        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+        if not args.anneal_lr:
+            may_change.add("num_epochs")
+        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
+        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
+    else:
+        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    start = 0
+    if Path(f"{run_dir}/checkpoint.pt").exists():
+        checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
-        say(f"resumes after iteration {checkpoint['iteration']}")
-        return checkpoint["iteration"], checkpoint["log_sizes"]
+        start = checkpoint["iteration"]
+
+    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+
+    if RANK == 0:
+        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
+        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
+        atexit.register(lock.release)
+        if start == 0:
+            shutil.copy(__file__, run_dir)
+        path.write_text(json.dumps(flags, indent=2))
+        for name in ("metrics", "samples"):
+            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+                file.seek(0)
+                # What came after the checkpoint comes again. A kill may have torn the last line.
+                kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
+                file.truncate(len(b"".join(kept)))
+    return run_dir, start
 
 
-def open_run(args, run_dir, log_sizes):
-    """On rank 0, lock the run folder, write the flags and a copy of the script, and cut the logs."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with explain(f"--run_dir {run_dir}", "another process may train there; use another folder"):
-        lock = run_lock(run_dir)
-        lock.acquire(blocking=False)
-        atexit.register(lock.release)  # if the run ends early; it also keeps the object alive
-    with replacing(run_dir / "args.json") as path:
-        path.write_text(json.dumps(vars(args) | {"ranks": WORLD_SIZE}, indent=2))
-    if Path(__file__).resolve().parent != run_dir.resolve():  # unless this file is that copy
-        shutil.copy(__file__, run_dir)
-    for name, size in log_sizes.items():
-        with open(run_dir / name, "ab") as file:
-            check(file.tell() >= size, f"{run_dir / name}: is shorter than at the checkpoint; restore it")
-            file.truncate(size)  # what was logged after the checkpoint comes again
-    if args.track:
+def append(path, record):
+    """On rank 0, add a line to a log, and wait until it is on the disk."""
+    if RANK == 0:
+        with open(path, "a") as file:
+            print(json.dumps(record), file=file, flush=True)
+            os.fsync(file)
+
+
+def log(args, run_dir, iteration, metrics):
+    """Print the metrics. Rank 0 adds them to metrics.jsonl and Weights & Biases."""
+    texts = [f"   {name} {value:.4g}" for name, value in metrics.items()]
+    say(f"iteration {iteration:4}" + "".join(texts))
+    append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
+    if args.track and RANK == 0:
         import wandb
 
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-        wandb.define_metric("*", step_metric="iteration")  # wandb's own step could not go back on a resume
-
-
-def log(args, run_dir, iteration, metrics, samples):
-    """On rank 0, add to the logs of the run. Print every log_every iterations, with samples, or if slow."""
-    if RANK > 0:
-        return
-    for name, value in metrics.items():
-        check(math.isfinite(value), f"iteration {iteration}: {name} is {value}; use a lower --learning_rate")
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
-    with open(run_dir / "samples.jsonl", "a") as file:
-        for sample in samples:
-            file.write(json.dumps({"iteration": iteration} | sample) + "\n")
-    if args.track:
-        import wandb
-
-        wandb.log({"iteration": iteration} | metrics)
-    if samples or iteration % args.log_every == 0 or metrics.get("seconds", 0) > 10:
-        shown = ["loss", "accuracy", "margin", "tokens_per_second", "pairs_per_second"]
-        texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
-        say(f"iteration {iteration:4d}   " + "   ".join(texts))
-    for sample in samples:
-        say(f"    {str(sample['prompt'])[-80:]!r} -> {sample['response']!r}")
+        if not wandb.run:
+            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+        wandb.log(metrics, step=iteration)
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
-    if RANK > 0:
-        return
-    checkpoint = {name: part.state_dict() for name, part in state.items()}
-    checkpoint |= {"iteration": iteration, "log_sizes": {}}
-    for name in LOGS:
-        with open(run_dir / name, "ab") as file:
+    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+    if RANK == 0:
+        checkpoint = {name: part.state_dict() for name, part in state.items()}
+        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
+            file.flush()
             os.fsync(file)
-            checkpoint["log_sizes"][name] = file.tell()
-    with replacing(run_dir / "checkpoint.pt") as path, open(path, "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file)
-
-
-def save_model(run_dir, policy, tokenizer):
-    """Write model/, which is complete or absent."""
-    with replacing(run_dir / "model") as folder:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
-        policy.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
-    run_lock(run_dir).release()
-    say(f"finished: {run_dir / 'model'}")
+        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
 
 
 if __name__ == "__main__":

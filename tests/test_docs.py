@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ COMMANDS = [(path, words) for path in (*PAGES, *SCRIPTS, *TOOLS) for words in co
 @pytest.mark.parametrize("path, words", COMMANDS, ids=[f"{p.name}: {' '.join(w)}"[:90] for p, w in COMMANDS])
 def test_a_command_parses(path, words, monkeypatch):
     """Its script takes its flags, the numbers fit the ranks, and the files of this repository exist."""
-    assert "torchrun" not in words or any("OMP_NUM_THREADS=" in word for word in words)  # else it warns
     assert all((ROOT / word).exists() for word in words if word.startswith("toy/"))
     for file, function in re.findall(r"(data/\w+\.py):(\w+)", " ".join(words)):
         assert f"\ndef {function}(" in (ROOT / file).read_text()
@@ -59,27 +57,21 @@ def test_a_command_parses(path, words, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere_on_github_too(path):
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text()):
+def test_links_and_targets_of_make_exist(path):
+    text = path.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
         page = (path.parent / file).resolve() if file else path
         assert page.exists(), target
         headings = re.findall(r"^#+ (.+)", page.read_text(), re.MULTILINE) if anchor else []
         anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in anchors, target
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_targets_and_names_of_make_exist(path):
-    text = path.read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*re.findall(r"(?:`|^ {4})make ([\w-]+)", text, re.MULTILINE)} <= {*targets}
-    names = {name for pair in re.findall(r"make diff A=(\w+)\s+B=(\w+)", text) for name in pair}
-    assert names <= {*sync.paths(), "mine", "rloo_lora"}  # the last two are made by the reader
 
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
-    """With 2 iterations instead of 4, and a tiny model with a chat template."""
+    """With a tiny model with a chat template."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", section, re.DOTALL):
@@ -89,13 +81,7 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     (check,) = re.findall(r"^ {4}python -c (.*)", section, re.MULTILINE)
     assert launch("-c", *shlex.split(check), cwd=tmp_path).stdout == "[1.0, 0.0]\n"
     _, make_data, evaluate = commands_in(section)[:3]
-    train = " ".join(evaluate).replace("--num_iterations 0", "--num_iterations 2").split()
-    _, *said = [launch(*words[1:], cwd=tmp_path) for words in (make_data, evaluate, train)]
-    expected = re.search(r"```\n(dataset: .+)\n", section)[1]
-    assert all(expected in result.stdout and result.stderr == "" for result in said)
-    first, *_, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
+    launch(*make_data[1:], cwd=tmp_path)
+    launch(*evaluate[1:], "--num_iterations", 1, cwd=tmp_path)  # the last of two counts
+    first, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
-
-
-def test_the_patches_of_experiments_apply():
-    subprocess.run(["git", "apply", "--check", *ROOT.glob("experiments/patches/*")], cwd=ROOT, check=True)

@@ -20,8 +20,6 @@ def test_the_loss_is_the_papers():
     for i in range(3):
         x = 0.3 * ((chosen[i] - ref_chosen[i]) - (rejected[i] - ref_rejected[i]))
         total += math.log(1 + math.exp(-x))
-    loss = dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.3, 12)
-    assert float(loss) == pytest.approx(total / 12, rel=1e-12)
     loss = dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.3)
     assert float(loss) == pytest.approx(total / 3, rel=1e-12)
 
@@ -31,10 +29,11 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     """Computed for one unpadded text at a time."""
     model, data = zoo.make_model(name).double(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
     tokenizer = zoo.make_tokenizer()
-    rows = dpo.load_rows(dpo.Args(), "dataset", str(data), "train", model, tokenizer)
+    args = dpo.Args(device="cpu", micro_batch_size=2)
+    rows = dpo.load_rows(args, str(data), "train", model, tokenizer)
     found, expected = torch.zeros(2, 2, 3, dtype=torch.float64)
     with torch.no_grad():
-        for part, batch in dpo.micro_batches(rows, range(3), 2, "cpu"):
+        for part, batch in dpo.micro_batches(args, rows, range(3)):
             found[:, part] = dpo.response_logprobs(model, batch)
         for i, row in enumerate(PAIRS):
             for side, key in enumerate(("chosen", "rejected")):
@@ -46,28 +45,30 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
 
 
-def test_texts_chats_and_whole_conversations_are_the_same_ids():
+def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
-
-    def text_of(prompt, response):
-        prompt, response = dpo.split_response(prompt, response)
-        text = dpo.encode(tokenizer, dpo.token_ids(tokenizer, prompt), response, 99)
-        return tokenizer.decode(text["input_ids"]), text["response_mask"]
-
-    forms = [([USER], "answer 3"), ([USER], [ANSWER]), ("", [USER, ANSWER])]
-    forms += [("3 ?", [USER, ANSWER]), ("3 ?", [ANSWER])]
-    for form in forms:
-        text, mask = text_of(*form)
-        assert text == "<bos> <user> 3 ? <end> <model> answer 3 <eos>"
-        assert mask == [False] * 6 + [True] * 3
-    text, _ = text_of([USER], [ANSWER, USER, ANSWER])
-    assert text.count("3 ?") == 2  # nothing of the conversation is lost
+    other = ANSWER | {"content": "answer 4"}
+    rows = [
+        {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [other]},
+        {"prompt": "3 ?", "chosen": [USER, ANSWER], "rejected": [USER, other]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, other]},
+        {"prompt": [USER], "chosen": [ANSWER, USER, ANSWER], "rejected": [ANSWER, USER, other]},
+    ]
+    data = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    args = dpo.Args(device="cpu", batch_size=5)
+    *rows, long = dpo.load_rows(args, str(data), "train", zoo.make_model("llama"), tokenizer)
+    for row in rows:
+        assert tokenizer.decode(row["chosen_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <eos>"
+    assert tokenizer.decode(long["rejected_ids"]).count("3 ?") == 2  # nothing of the conversation is lost
+    for _, batch in dpo.micro_batches(args, rows, range(4)):
+        assert batch["response_mask"].tolist() == [[False] * 6 + [True] * 3] * 8
 
 
 def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp_path, capsys):
     args, model = dpo.Args(max_length=12), zoo.make_model("llama")
     rows = [*PAIRS, PAIRS[2] | {"rejected": "answer 9"}, PAIRS[0] | {"prompt": "3 + " * 9 + "?"}]
     data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
-    kept = dpo.load_rows(args, "dataset", data, "train", model, zoo.make_tokenizer())
+    kept = dpo.load_rows(args, data, "train", model, zoo.make_tokenizer())
     assert [row["prompt"] for row in kept] == [row["prompt"] for row in PAIRS]
     assert "3 of 5 pairs" in capsys.readouterr().out

@@ -5,9 +5,7 @@ import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
 from resume import without_clock
-from zoo import make_model, record, refused, run
-
-import grpo_fsdp
+from zoo import record
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +55,3 @@ def test_resumed_on_all_ranks(runs):
     assert lines[0] == lines[1] and len(lines[0]) == 3
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
     assert torch.equal(model.get_input_embeddings().weight, one["policy"]["model.embed_tokens.weight"])
-
-
-def test_each_rank_takes_its_own_device(capsys):
-    assert "--device cuda:1: " in refused(capsys, run, "grpo_fsdp", device="cuda:1")
-
-
-def test_a_checkpoint_without_a_weight_is_refused():
-    state = {"policy": make_model("llama"), "optimizer": None}
-    weights = state["policy"].state_dict()
-    del weights["model.norm.weight"]
-    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
-        grpo_fsdp.load_whole(state, {"policy": weights, "optimizer": None})

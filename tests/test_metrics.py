@@ -7,8 +7,10 @@ two steps of sft.py, reward_model.py and dpo.py is the result of a shorter run.
 import copy
 import importlib
 import math
+import statistics
 from collections import Counter
 from itertools import chain
+from statistics import fmean as mean
 
 import driver
 import pytest
@@ -26,27 +28,35 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 def flags_of(name: str, folder, epochs: int = 0) -> dict:
     """The policy moves far, and each gradient is clipped. In stages an epoch is one step, else a rollout is two."""
+    script = importlib.import_module(name)
     flags = {"batch_size": 16, "micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
-    flags |= {"max_grad_norm": 0.05, "dataset": folder / f"{name}.jsonl", "eval_every": 1}
-    flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": folder / f"{name}_heldout.jsonl"}
+    flags |= {"max_grad_norm": 0.05, "eval_every": 2, "eval_dataset": folder / f"{name}_heldout.jsonl"}
+    if name == "sft":
+        flags["eval_size"] = len(read_jsonl(flags.pop("eval_dataset")))
     if name in STAGE_DATA:
-        return flags | {"num_epochs": epochs}
+        return flags | {"dataset": folder / f"{name}.jsonl", "num_epochs": epochs}
     rewards = "two_rewards" if name == "gdpo" else "right_or_wrong"
     flags |= {"reward": f"{driver.__file__}:{rewards}", "eval_reward": f"{driver.__file__}:reward"}
-    k = 4 if importlib.import_module(name).Args.min_samples_per_prompt > 1 else 1
-    flags |= {"samples_per_prompt": k, "reward_scale": 2.0, "max_response_length": 16}
-    return flags | {"num_iterations": 2, "eval_every": 2}
+    k = 4 if script.Args.min_samples_per_prompt > 1 else 1
+    return flags | {
+        "samples_per_prompt": k,
+        "reward_scale": 2.0,
+        "max_response_length": 16,
+        "num_iterations": 2,
+    }
 
 
 def write_data(name: str, folder) -> None:
-    if name in STAGE_DATA:
-        rows = enumerate(read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")[:33])
-        rows = [row | {"margin": i % 3 / 2} for i, row in rows]
-        train, held_out = rows[: 24 if name == "sft" else 16], rows[16:]
+    """16 rows to train a stage, and for all a few held-out ones, which are sft.py's last."""
+    path = ROOT / importlib.import_module(name).Args.dataset
+    rows = read_jsonl(path)[:33]
+    if name not in STAGE_DATA:
+        held_out = read_jsonl(path.with_name("heldout.jsonl"))[::91]
     else:
-        toy = ROOT / "toy" / ("tools" if name == "reinforce_pp_tools" else "")
-        train, held_out = read_jsonl(toy / "train.jsonl")[:80], read_jsonl(toy / "heldout.jsonl")[::91]
-    write_jsonl(folder / f"{name}.jsonl", train)
+        held_out = rows[16:]
+        for i, row in enumerate(rows):
+            row["margin"] = i % 3 / 2  # of reward_model.py
+    write_jsonl(folder / f"{name}.jsonl", rows if name == "sft" else rows[:16])
     write_jsonl(folder / f"{name}_heldout.jsonl", held_out)
 
 
@@ -65,29 +75,21 @@ def runs(request, tmp_path_factory):
         return folder, dict(zip(cases, record(folder, [*cases.values()], request.param)))
 
 
-def read_run(folder, seen: list[dict], unit: str):
-    """Each line of metrics.jsonl, least and most of its tokens or pairs, the events of each rank, norms of gradients.
-
-    Its time lies between what happened inside of it and what happened around it.
-    """
-    ranks, norms, before = [], [float(x.double().norm()) for x in seen[0]["gradients"]], 0.0
+def last_iteration(folder, seen: list[dict]):
+    """Its line of metrics.jsonl, the events of each rank, and the norms of the gradients."""
+    line, ranks = read_jsonl(folder / "metrics.jsonl")[-1], []
+    assert all(f"`{'/'.join(key.split('/')[:2])}" in PAGE for key in line if key != "iteration")
     for events in (rank["events"] for rank in seen):
-        ends = [i + 1 for i, event in enumerate(events) if event[0] == "log"]
+        ends = [i for i, (name, *_) in enumerate(events) if name == "log"]
         if ends:  # else it only samples
-            ranks.append([events[start:end] for start, end in zip([0, *ends], ends)])
-    for line, *of_ranks in zip(read_jsonl(folder / "metrics.jsonl"), *ranks, strict=True):
-        assert all(f"`{'/'.join(key.split('/')[:2])}" in PAGE for key in line if key != "iteration")
-        steps = [when for name, when, _ in of_ranks[0] if name == "step"]
-        after, counts = of_ranks[0][-1][1], ()
-        if steps:
-            shortest, longest = steps[-1] - of_ranks[0][0][1], after - before
-            assert shortest <= line.pop("seconds", shortest) <= longest
-            rate = line.pop(f"{unit}_per_second")
-            counts = rate * shortest, rate * longest
-        assert all(0 <= line.pop(f"{who}_waited", 0.0) < after - before for who in ("trainer", "sampler"))
-        yield line, counts, of_ranks, [norms.pop(0) for _ in steps]
-        before = after
-    assert not norms
+            ranks.append(events[ends[-2] + 1 : ends[-1]])
+    steps = sum(name == "step" for name, *_ in ranks[0])
+    return line, ranks, [float(x.double().norm()) for x in seen[0]["gradients"][-steps:]]
+
+
+def number_of(unit: str, line: dict) -> float:
+    """How many there were, from its rate. Takes rate and time out of the line."""
+    return line.pop(f"{unit}_per_second") * line.pop("seconds")
 
 
 def steps_of(ranks, kind: str) -> list[list[dict]]:
@@ -107,11 +109,6 @@ def rows_of(key: str, rollouts: list[dict]) -> list[list[float]]:
     return [row for rollout in rollouts for row in references.rows_of(key, rollout)]
 
 
-def mean(numbers) -> float:
-    numbers = list(numbers)
-    return math.fsum(numbers) / len(numbers)
-
-
 def texts_of(tokenizer, rollouts: list[dict]) -> list[list[str]]:
     """Prompt and response of each row; a response has the results of a tool."""
     texts = []
@@ -124,24 +121,21 @@ def texts_of(tokenizer, rollouts: list[dict]) -> list[list[str]]:
 
 
 def of_evaluation(args, tokenizer, ranks) -> dict[str, float]:
-    scores, rows = {}, read_jsonl(args.eval_dataset)
-    for prompt, text in texts_of(tokenizer, chain(*steps_of(ranks, "greedy")[-1:])):
-        for row in rows:
-            if row["prompt"] == prompt:  # in remax.py there are others
-                scores.setdefault(f"eval/score/{row['group']}", []).extend(driver.reward([text], [prompt]))
+    scores, groups = {}, {row["prompt"]: row["group"] for row in read_jsonl(args.eval_dataset)}
+    for prompt, text in texts_of(tokenizer, steps_of(ranks, "greedy")[-1]):
+        scores.setdefault(f"eval/score/{groups[prompt]}", []).extend(driver.reward([text], [prompt]))
     return {key: mean(its_scores) for key, its_scores in scores.items()}
 
 
 def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
     [rollouts] = steps_of(ranks, "compute_advantages")
-    sampled = (
-        chain(*steps_of(ranks, "generate")) if name == "dapo" else rollouts
-    )  # also what is not trained on
+    # What is sampled, and in dapo.py not trained on, counts in the scores.
+    sampled = chain(*steps_of(ranks, "generate")) if name == "dapo" else rollouts
     prompts, texts = zip(*texts_of(tokenizer, sampled))
     scores, line = driver.right_or_wrong(texts), {}
     if name == "gdpo":
         parts = driver.two_rewards(texts, prompts)
-        scores = [x + y for x, y in parts]
+        scores = torch.tensor(parts).sum(1).tolist()  # in float32, as in the script
         line |= {"score/0": mean(x for x, _ in parts), "score/1": mean(y for _, y in parts)}
     line["score"] = mean(scores)
     k = args.samples_per_prompt
@@ -163,27 +157,30 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
     return line
 
 
+def num_tokens(batches: list[dict]) -> int:
+    return sum(int(batch["response_mask"].sum()) for batch in batches)
+
+
 def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
     """Means over the optimizer steps. The losses of a step are those of references.py."""
     method, steps, sums = VARIANTS.get(name, name), steps_of(ranks, "policy_loss"), Counter()
     loss_of, without_kl = getattr(references, f"{method}_loss"), copy.copy(args)
     without_kl.kl_coef = 0.0
-    value_steps = steps_of(ranks, "value_loss") or [[]] * len(steps)
-    for batches, value_batches in zip(steps, value_steps, strict=True):
-        lengths = [len(row) for row in rows_of("logprobs", batches)]
+    for batches in steps:
+        counts = sum(len(batch["logprobs"]) for batch in batches), num_tokens(batches)
         for batch in batches:
             new = batch["logprobs"].double()
-            loss, share = loss_of(args, batch, new, len(lengths), sum(lengths))
-            policy_loss, _ = loss_of(without_kl, batch, new, len(lengths), sum(lengths))
+            loss, share = loss_of(args, batch, new, *counts)
+            policy_loss, _ = loss_of(without_kl, batch, new, *counts)
             sums["policy_loss"] += float(policy_loss)
             if method in ("grpo", "reinforce_pp_baseline"):
                 sums["kl_loss"] += float(loss - policy_loss)
             if share is not None:
                 sums["rejected" if method == "flash_reinforce" else "clip_fraction"] += share
-        for batch in value_batches:
-            sums["value_loss"] += float(
-                references.ppo_value_loss(args, batch, batch["new_values"], sum(lengths))
-            )
+    for batches in steps_of(ranks, "value_loss"):
+        for batch in batches:
+            loss = references.ppo_value_loss(args, batch, batch["new_values"], num_tokens(batches))
+            sums["value_loss"] += float(loss)
     line = {key: x / len(steps) for key, x in sums.items()}
     if name == "ppo":
         line["critic_grad_norm"], norms = mean(norms[1::2]), norms[::2]
@@ -199,18 +196,16 @@ def test_policy_scripts(runs, name):
         pytest.skip("needs two ranks")
     args = importlib.import_module(name).Args(**flags_of(name, folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    for i, (line, counts, ranks, norms) in enumerate(
-        read_run(folder / f"{name}0", seen[f"{name}0"], "tokens")
-    ):
-        expected = {"iteration": i} | of_evaluation(args, tokenizer, ranks)
-        assert len(expected) == (1 if i == 1 else 4)
-        if i > 0:
-            expected |= of_rollout(name, args, tokenizer, ranks) | of_steps(name, args, ranks, norms)
-            expected["learning_rate"] = i / 4 * args.learning_rate
-            if name == "flash_reinforce_async":
-                expected["staleness"] = i - 1
-            assert counts[0] <= expected["response_length"] * args.batch_size <= counts[1]
-        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    line, ranks, norms = last_iteration(folder / f"{name}0", seen[f"{name}0"])
+    expected = {"iteration": 2, "learning_rate": args.learning_rate / 2} | of_evaluation(
+        args, tokenizer, ranks
+    )
+    expected |= of_rollout(name, args, tokenizer, ranks) | of_steps(name, args, ranks, norms)
+    if name == "flash_reinforce_async":
+        expected["staleness"] = 1
+        assert line.pop("trainer_waited") >= 0 and line.pop("sampler_waited") >= 0
+    assert number_of("tokens", line) == pytest.approx(expected["response_length"] * args.batch_size)
+    assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def logprob(model, prompt: list[int], response: list[int]) -> float:
@@ -247,42 +242,38 @@ def outputs(name: str, args, path, rows: list[dict]) -> list[list[float]]:
 def of_outputs(name: str, rows: list[dict], found: list[list[float]]) -> dict[str, float]:
     """What training and evaluation have in common."""
     if name == "sft":
-        return {"loss": math.fsum(chain(*found)) / num_tokens(rows)}
+        return {"loss": math.fsum(chain(*found)) / num_words(rows)}
     margins = [row["margin"] if name == "reward_model" else 0.0 for row in rows]
     losses = [math.log1p(math.exp(r + m - c)) for (c, r), m in zip(found, margins)]
     line = {"loss": mean(losses), "margin": mean(c - r for c, r in found)}
     return line | {"accuracy": mean(c > r for c, r in found)}
 
 
-def num_tokens(rows: list[dict]) -> int:
-    return sum(len(row["completion"].split()) + 1 for row in rows)  # in the toy a word is one
+def num_words(rows: list[dict]) -> int:
+    """Tokens of the completions: in the toy a word is one, and there is the EOS."""
+    return sum(len(row["completion"].split()) + 1 for row in rows)
 
 
 @pytest.mark.parametrize("name", STAGE_DATA)
 def test_stages(runs, name):
     folder, seen = runs
-    args = importlib.import_module(name).Args(**flags_of(name, folder))
-    rows = read_jsonl(args.dataset)
-    rows, held_out = rows[:16], rows[16:] or read_jsonl(args.eval_dataset)
-    models = [folder / f"{name}{n}" / "model" for n in (1, 2)]
-    before = outputs(name, args, models[0], rows)
-    of_step = of_outputs(name, rows, before)
+    args = importlib.import_module(name).Args(**flags_of(name, folder, 2))
+    rows, held_out = (read_jsonl(folder / f"{name}{end}.jsonl") for end in ("", "_heldout"))
+    rows = rows[:16]
+    before = outputs(name, args, folder / f"{name}1" / "model", rows)
+    after = outputs(name, args, folder / f"{name}2" / "model", held_out)
+    expected = {f"eval/{key}": x for key, x in of_outputs(name, held_out, after).items()}
+    for group in {row["group"] for row in held_out if "group" in row}:
+        right = [c > r for row, (c, r) in zip(held_out, after) if row["group"] == group]
+        expected[f"eval/accuracy/{group}"] = mean(right)
+    expected |= of_outputs(name, rows, before)
     if name == "dpo":
-        of_step |= {f"{key}_reward": mean(x) for key, x in zip(("chosen", "rejected"), zip(*before))}
+        expected |= {f"{key}_reward": mean(x) for key, x in zip(("chosen", "rejected"), zip(*before))}
     if name == "reward_model":
-        scores = list(chain(*before))
-        of_step["loss"] += args.center_rewards_coefficient * mean((c + r) ** 2 for c, r in before)
-        of_step["score_mean"] = mean(scores)
-        of_step["score_std"] = mean((x - mean(scores)) ** 2 for x in scores) ** 0.5
-    unit, number = ("tokens", num_tokens(rows)) if name == "sft" else ("pairs", 16)
-    _, *lines = read_run(folder / f"{name}2", seen[f"{name}2"], unit)
-    for i, (line, counts, _, norms) in enumerate(lines, 1):
-        if i == 1:  # the model before this step is not known
-            line |= of_step
-        after = outputs(name, args, models[i - 1], held_out)
-        expected = of_step | {f"eval/{key}": x for key, x in of_outputs(name, held_out, after).items()}
-        for group in {row["group"] for row in held_out if "group" in row}:
-            right = [c > r for row, (c, r) in zip(held_out, after) if row["group"] == group]
-            expected[f"eval/accuracy/{group}"] = mean(right)
-        expected |= {"iteration": i, "learning_rate": i / 4 * args.learning_rate, "grad_norm": norms[0]}
-        assert line == pytest.approx(expected, rel=1e-9) and counts[0] <= number <= counts[1]
+        expected["loss"] += args.center_rewards_coefficient * mean((c + r) ** 2 for c, r in before)
+        expected |= {"score_mean": mean(chain(*before)), "score_std": statistics.pstdev(chain(*before))}
+    line, _, [norm] = last_iteration(folder / f"{name}2", seen[f"{name}2"])
+    expected |= {"iteration": 2, "learning_rate": args.learning_rate / 2, "grad_norm": norm}
+    unit, number = ("tokens", num_words(rows)) if name == "sft" else ("pairs", 16)
+    assert number_of(unit, line) == pytest.approx(number)
+    assert line == pytest.approx(expected, rel=1e-9)

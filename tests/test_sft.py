@@ -1,16 +1,14 @@
 """sft.py: the loss is on completion and EOS only, each token with the same weight. Runs of stages 1 and 2."""
 
-import inspect
-
 import pytest
 import resume
+import sync
 import torch
 import zoo
 from conftest import read_jsonl, write_jsonl
 from zoo import FLOAT32_INSIDE, STAGE_MODELS, few, run_stage
 
 import dpo
-import grpo
 import reward_model
 import sft
 
@@ -22,11 +20,17 @@ ROWS = [
 ]
 
 
+def load(tmp_path, tokenizer, rows, model=None):
+    """The rows as sft.py reads them from a file."""
+    data = write_jsonl(tmp_path / "data.jsonl", rows)
+    args = sft.Args(dataset=str(data), batch_size=len(rows), eval_size=0, micro_batch_size=2, device="cpu")
+    return args, sft.load_rows(args, model or zoo.make_model("llama"), tokenizer)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", STAGE_MODELS)
-def test_the_loss_is_that_of_one_unpadded_example_at_a_time(name):
+def test_the_loss_is_that_of_one_unpadded_example_at_a_time(tmp_path, name):
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
-    rows = [sft.encode(tokenizer, row) for row in ROWS]
     count = 9 + 3 + 5
     plain = 0.0
     for row in ROWS:
@@ -34,53 +38,56 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(name):
         ids = prompt + tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         plain -= sum(float(logprobs[t - 1, ids[t]]) for t in range(len(prompt), len(ids))) / count
-    for size in (3, 2):
-        batches = [batch for _, batch in sft.micro_batches(rows, range(3), size, "cpu")]
-        loss = sum(sft.completion_loss(model, batch, count) for batch in batches)
-        assert float(loss) == pytest.approx(plain, rel=1e-6 if name in FLOAT32_INSIDE else 1e-12)
+    args, rows = load(tmp_path, tokenizer, ROWS, model)
+    losses = [sft.completion_loss(model, batch, count) for batch in sft.micro_batches(args, rows)]
+    assert len(losses) == 2
+    assert float(sum(losses)) == pytest.approx(plain, rel=1e-6 if name in FLOAT32_INSIDE else 1e-12)
 
 
-def test_texts_and_chats_become_ids_with_one_bos_and_one_eos():
+def test_texts_and_chats_become_ids_with_one_bos_and_one_eos(tmp_path):
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
-    text = sft.encode(tokenizer, {"prompt": "3 + 5 ?", "completion": "answer 8"})
-    assert tokenizer.decode(text["input_ids"]) == "<bos> 3 + 5 ? answer 8 <eos>"
-    assert len(text["prompt_ids"]) == 5 and text["completion_mask"] == [False] * 5 + [True] * 3
     user, assistant = {"role": "user", "content": "3 + 5 ?"}, {"role": "assistant", "content": "answer 8"}
     rows = [
+        {"prompt": "3 + 5 ?", "completion": "answer 8"},
         {"messages": [user, assistant]},
-        {"prompt": [user], "completion": [assistant], "messages": None},
-        {"prompt": [user], "completion": "answer 8"},
+        {"prompt": [user], "completion": "answer 8", "messages": None},
     ]
-    for row in rows:
-        chat = sft.encode(tokenizer, row)
+    _, (text, *chats) = load(tmp_path, tokenizer, rows)
+    assert tokenizer.decode(text["input_ids"]) == "<bos> 3 + 5 ? answer 8 <eos>"
+    assert text["completion_mask"] == [False] * 5 + [True] * 3
+    for chat in chats:
         assert tokenizer.decode(chat["input_ids"]) == "<bos> <user> 3 + 5 ? <end> <model> answer 8 <eos>"
-        assert len(chat["prompt_ids"]) == 8 and chat["completion_mask"] == [False] * 8 + [True] * 3
+        assert chat["completion_mask"] == [False] * 8 + [True] * 3
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_every_example_once(tmp_path, monkeypatch, shuffle):
-    calls = zoo.recorded(monkeypatch, sft, "micro_batches")
+    calls = zoo.recorded(monkeypatch, sft, "choose_rows")
     prompts = [f"{i} ?" for i in range(10)]
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": x, "completion": "answer 1"} for x in prompts])
     flags = {"batch_size": 2, "eval_size": 0, "num_epochs": 2, "shuffle": shuffle}
     run_stage(sft, dataset=data, run_dir=tmp_path / "run", **flags)
-    seen = [rows[i]["prompt"] for (rows, indices, *_), _ in calls for i in indices]
+    seen = [row["prompt"] for _, rows in calls for row in rows]
     first, second = seen[:10], seen[10:]
     assert sorted(first) == sorted(second) == prompts
     assert (first == prompts) == (second == prompts) == (first == second) == (not shuffle)
 
 
 def test_shared_functions_are_the_same():
-    """So that a test of one script holds for the others."""
-    own = ["main", "evaluate", "encode", "micro_batches", "load_rows", "check_args", "choose_rows"]
-    differing = {dpo: own, reward_model: [*own, "load_model", "save_model", "log"]}
-    differing[grpo] = [*own, "token_ids", "find_run", "describe", "log"]
-    for script, names in differing.items():
-        for name, function in inspect.getmembers(sft, inspect.isfunction):
-            if name not in names and hasattr(script, name):
-                assert inspect.getsource(getattr(script, name)) == inspect.getsource(function)
-    for name in ("choose_rows", "split_response"):
-        assert inspect.getsource(getattr(dpo, name)) == inspect.getsource(getattr(reward_model, name))
+    """So that `make sync` carries them, and a test of one script holds for the others."""
+    own = {"Args", "main", "check_args", "load_rows", "choose_rows", "micro_batches", "evaluate"}
+    own |= {"log", "log_samples", "open_run"}
+    sources = {name: sync.functions(sync.paths()[name].read_text()) for name in ("grpo", *sync.STAGES)}
+    grpo = sources["grpo"]
+    for name in sync.STAGES:
+        names = {function for function, text in sources[name].items() if grpo.get(function, text) != text}
+        assert names <= (own | {"load_model"} if name == "reward_model" else own)
+        text = sources[name]["open_run"].replace("num_epochs", "num_iterations")
+        assert text.replace('state["model"]', 'state["policy"]') == grpo["open_run"]
+        assert sources[name]["log"] == sources["sft"]["log"]
+    assert sources["dpo"]["log_samples"] == sources["sft"]["log_samples"]
+    for function in ("choose_rows", "split_response"):
+        assert sources["dpo"][function] == sources["reward_model"][function]
 
 
 @pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
@@ -104,21 +111,19 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
     linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
-    evaluated = {x["iteration"] for x in lines if "eval/loss" in x}
-    assert evaluated == {*range(0, len(rates), 7), len(rates)}
+    evaluated = {*range(0, len(rates), 7), len(rates)}
+    assert {x["iteration"] for x in lines if "eval/loss" in x} == evaluated
+    assert {x["iteration"] for x in read_jsonl(killed / "samples.jsonl")} == evaluated
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
-    capsys.readouterr()
     run_stage(script, **flags, run_dir=killed)
-    assert f"finished: {killed / 'model'}" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in before}
     flags["batch_size"] = 4
-    assert "has --batch_size 8, not 4" in zoo.refused(capsys, run_stage, script, **flags, run_dir=killed)
+    assert "batch_size" in zoo.refused(capsys, run_stage, script, **flags, run_dir=killed)
 
 
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
 CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 ?"}]
 CHATS = {"prompt": None, "chosen": CHAT[::-1], "rejected": CHAT[::-1]}
-OTHER = [{"role": "user", "content": "5 ?"}, CHAT[0]]
 LONG = "3 + " * 100
 
 
@@ -126,18 +131,18 @@ LONG = "3 + " * 100
     "script, row, flags, words",
     [
         (sft, {}, {"batch_size": 4}, "3 of 3 examples --batch_size"),
-        (sft, {}, {"micro_batch_size": 0}, "--micro_batch_size 0"),
-        (sft, {"completion": LONG}, {}, "--max_length 1024 128 positions"),
+        (sft, {"completion": LONG}, {}, "--max_length 128"),
         (sft, {"completion": None}, {}, "row 2 `completion`"),
         (sft, {"messages": CHAT}, {}, "row 2 `messages`"),
-        (sft, {"messages": CHAT[::-1]}, {}, "row 2 chat template"),
-        (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 chosen"),
+        (sft, {"messages": CHAT[::-1]}, {}, "chat template"),
+        (sft, {}, {"model": "toy/reward_model"}, "use a policy"),
+        (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs give 3 or more"),
-        (reward_model, CHATS | {"chosen": CHAT}, {}, "row 2 last message"),
-        (reward_model, CHATS | {"rejected": OTHER}, {}, "row 2 different prompts"),
-        (reward_model, {"margin": "0.5"}, {}, "row 2 `margin`"),
+        (reward_model, CHATS | {"chosen": [CHAT[1]] * 2}, {}, "last message"),
+        (reward_model, CHATS | {"rejected": [CHAT[1], *CHAT[::-1]]}, {}, "row 2 one prompt"),
+        (reward_model, CHATS, {}, "chat template"),
         (dpo, {"rejected": None}, {}, "row 2 `rejected`"),
-        (dpo, {"prompt": None}, {}, "row 2 prompt is empty"),
+        (dpo, {"prompt": None}, {}, "row 2 `prompt`"),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path, capsys, script, row, flags, words):

@@ -173,7 +173,8 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         }
         present = [*present, feature]
     if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added
-        text = text.replace("dict(policy.named_parameters(remove_duplicate=False))", "merged_weights(policy)")
+        merged = "merged = copy.deepcopy(policy.base_model).merge_and_unload()\n    weights = dict(merged."
+        text = text.replace("weights = dict(policy.", merged)
     dependencies = ", ".join(f'"{package}{version}"' for package, version in pins.items())
     dependencies = fill(f"# dependencies = [{dependencies}]", 110, subsequent_indent="#" + " " * 17)
     first_lines = sources[name].partition("# dependencies")[0]

@@ -40,27 +40,20 @@ import time
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-# Before torch is imported: fewer gaps in the memory of a GPU
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
 import datasets
 import filelock  # comes with torch
-import pyarrow.parquet  # comes with datasets
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group; a library's later import would keep the group alive
 import transformers
 import tyro
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -85,22 +78,19 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
-class Args:
-    # The comment behind a flag is its --help text.
-    exp_name: str = Path(__file__).stem  # name of the run
+class Args:  # the comment behind a flag is its --help text
+    exp_name: str = Path(__file__).stem  # names the folder in runs/, without --run_dir
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/tools/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/tools/train.jsonl"  # .jsonl, .parquet, folder or hub id; `prompt`: text or chat
-    dataset_split: str = "train"  # split of a hub id or folder
-    eval_dataset: str | None = None  # held-out prompts, by default the toy's; column `group` splits the score
-    eval_split: str = "test"  # split of a hub id or folder
+    dataset: str = "toy/tools/train.jsonl"  # .jsonl, folder or hub id (split train); `prompt`: text or chat
+    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` splits their score
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 48  # most tokens of a response, results included; without an EOS, truncated
+    max_response_length: int = 48  # most tokens of a response, 48 for the toy; results count, too
     temperature: float = 1.0  # of sampling, log-probs and KL
     # Tool
     tool: str = "toy/tools/calculator.py:calculate"  # file.py:function, from a response's text to a result
@@ -108,16 +98,15 @@ class Args:
     max_calls: int = 4  # most calls with a result in one response
     # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
-    eval_reward: str | None = None  # scores the held-out responses instead of --reward
-    answer_marker: str = "answer"  # exact_answer compares the text after the last marker with column `answer`
+    eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
     reward_scale: float = 1.0  # factor of the score, after the penalty
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
-    reward_clip: float | None = None  # c: finally clip scores to [-c, c]
+    reward_clip: float = math.inf  # c: finally clip scores to [-c, c]
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
-    learning_rate: float = 2e-4  # peak learning rate of AdamW
+    learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
     warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
@@ -125,7 +114,7 @@ class Args:
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
-    log_every: int = 10  # iterations between printed samples; metrics.jsonl has every iteration
+    log_every: int = 10  # iterations between samples, which are printed and logged
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
@@ -176,9 +165,8 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 
 
 def all_sum(x):
-    """The sum of the tensor x over all ranks; x itself on one rank. Every rank must call it."""
+    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
     if dist.is_initialized():
-        x = x.clone()  # all_reduce works in place
         dist.all_reduce(x)
     return x
 
@@ -197,38 +185,44 @@ def eos_ids(model, tokenizer):
 
 def left_pad(id_lists, device):
     """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
-    tensors = [torch.tensor(ids) for ids in id_lists]
-    masks = [torch.ones_like(ids) for ids in tensors]
-    input_ids = pad_sequence(tensors, batch_first=True, padding_side="left")
-    attention_mask = pad_sequence(masks, batch_first=True, padding_side="left")
-    return input_ids.to(device), attention_mask.to(device)
+    padded = pad_sequence(
+        [torch.tensor(ids) for ids in id_lists], batch_first=True, padding_value=-1, padding_side="left"
+    ).to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
 
 
 def model_inputs(input_ids, attention_mask):
-    """The arguments of a model's forward pass. Padding on the left does not count in the positions."""
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    """The arguments of a forward pass over input_ids (b, n), the last n tokens of the attention mask."""
+    # Padding on the left does not count in the positions.
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 becomes float32; float64 stays
-    return (logits.to(dtype) / temperature).log_softmax(-1)
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    return (logits / temperature).log_softmax(-1)
+
+
+class Cache(transformers.DynamicCache):
+    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.to(values.dtype), values, *others)
 
 
 def call_tool(tool, tokenizer, responses):
     """The token ids of the tool's result for each response so far: none if it is None or an empty text."""
     texts = [tokenizer.decode(ids) for ids in responses]  # of no response, batch_decode makes one text
-    try:
-        with ThreadPoolExecutor() as threads:
-            results = list(threads.map(tool, texts))  # in the order of the responses
-    except SystemExit as error:  # which would end the run without a word
-        raise RuntimeError("the tool called sys.exit") from error
+    with ThreadPoolExecutor() as threads:
+        results = list(threads.map(tool, texts))  # in the order of the responses
     texts = ["" if result is None else str(result) for result in results]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False):
+@torch.no_grad()
+def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
     Returns the first seven tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
@@ -240,108 +234,97 @@ def generate(model, tokenizer, prompts, args, samples_per_prompt=1, greedy=False
     prompt_ids, prompt_mask = left_pad(prompts, device)
     P = prompt_ids.shape[1]
     T = args.max_response_length
-    prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(samples_per_prompt)  # (B,)
-    B = len(prompt_index)
+    B = len(prompts) * samples_per_prompt
+    all_rows = torch.arange(B, device=device)
+    prompt_index = all_rows // samples_per_prompt  # (B,) the prompt of each row
     sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
-    # Made outside of inference_mode, whose tensors the update could not use
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
-    truncated = torch.ones(B, dtype=torch.bool, device=device)  # until an EOS is sampled
-    # The ids of a result wait here until their column comes; -1 where the policy samples.
-    tool_ids = torch.full((B, T), -1, device=device)
-    num_calls = torch.zeros(B, dtype=torch.long, device=device)
     tool, end_ids = load_tool(args.tool, args.call_end, tokenizer)
-    call_ends = torch.tensor([*end_ids, *eos.tolist()], device=device)  # tokens that may end a call
-    active = torch.arange(B, device=device)  # (b,) the rows without an EOS so far
-
-    inputs = model_inputs(prompt_ids, prompt_mask)  # each prompt is read once
+    call_ends = torch.tensor([*end_ids, *eos.tolist()], device=device)  # after these tokens the tool is asked
+    from_tool = torch.zeros(B, T, dtype=torch.bool, device=device)  # True on the tokens that it wrote
+    num_calls = torch.zeros(B, dtype=torch.long, device=device)
+    active = all_rows  # (b,) the rows without an EOS so far
+    inputs = model_inputs(prompt_ids, prompt_mask)
     cache = Cache(config=model.config)
-    # inference_mode is faster, but under autocast it would cast the weights anew for every token.
-    without_gradients = torch.no_grad() if args.dtype == "bfloat16" else torch.inference_mode()
-    with without_gradients, autocast(args):
+    with autocast(args):  # around the loop, so that the weights are cast once
         for t in range(T):
-            output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = output.logits[:, -1].float()  # (b, V)
+            logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             if t == 0:
-                # All prompts have been read. Copy the logits and the cache of each for its responses.
+                # Each prompt has been read once. Copy its logits and its cache for its responses.
                 logits = logits[prompt_index]
                 cache.reorder_cache(prompt_index)
-
             logprobs = log_distribution(logits, args.temperature)  # (b, V)
             probs = logprobs.exp()
             tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
-            # A token of a result takes the place of the sampled one.
-            tool_tokens = tool_ids[active, t].unsqueeze(1)  # (b, 1), -1 where there is none
-            tokens = torch.where(tool_tokens < 0, tokens, tool_tokens)
-            is_eos = torch.isin(tokens, eos).squeeze(1)  # (b,)
+            # Where the tool has written, its token takes the place of the sampled one.
+            is_sampled = ~from_tool[active, t : t + 1]  # (b, 1)
+            tokens = torch.where(is_sampled, tokens, sequences[active, P + t : P + t + 1])
             sequences[active, P + t] = tokens.squeeze(1)
             attention_mask[active, P + t] = 1
             old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
             entropy[active, t] = torch.special.entr(probs).sum(1)
-            # Rows whose sampled token may end a call ask the tool.
-            may_call = (torch.isin(tokens, call_ends) & (tool_tokens < 0)).squeeze(1)  # (b,)
-            may_call &= (num_calls[active] < args.max_calls) & (t + 1 < T)
-            callers = active[may_call]
-            results = call_tool(tool, tokenizer, sequences[callers, P : P + t + 1])
-            for row, ids in zip(callers.tolist(), results):
+
+            # Ask the tool. Its result is written behind the call, and sampling goes on, also after an EOS.
+            has_ended = torch.isin(tokens, eos) & is_sampled  # (b, 1)
+            is_call = torch.isin(tokens, call_ends) & is_sampled & (num_calls[active, None] < args.max_calls)
+            callers = is_call.nonzero()[:, 0]  # positions in active
+            results = call_tool(tool, tokenizer, sequences[active[callers], P : P + t + 1])
+            for position, ids in zip(callers, results):
+                row = active[position]
                 ids = ids[: T - t - 1]  # what there is room for
-                tool_ids[row, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, device=device)
-                num_calls[row] += len(ids) > 0
-            # An EOS that the tool wrote (column t) or gave a result (column t + 1) does not end a response.
-            has_result = (tool_ids[active, t : t + 2] >= 0).any(1)
-            is_eos &= ~has_result
-            truncated[active] = ~is_eos
+                if ids:
+                    sequences[row, P + t + 1 : P + t + 1 + len(ids)] = torch.tensor(ids)
+                    from_tool[row, t + 1 : t + 1 + len(ids)] = True
+                    num_calls[row] += 1
+                    has_ended[position] = False
 
             # Rows with an EOS leave the batch and the cache.
-            unfinished = (~is_eos).nonzero().squeeze(1)  # positions in active
-            if len(unfinished) == 0:
-                break
+            unfinished = (~has_ended).nonzero()[:, 0]  # positions in active
             if len(unfinished) < len(active):
                 active = active[unfinished]
                 tokens = tokens[unfinished]
                 cache.reorder_cache(unfinished)
-            mask = attention_mask[active, : P + t + 1]
-            position_ids = mask.sum(1, keepdim=True) - 1
-            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
+            if len(active) == 0:
+                break
+            inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
 
-    from_tool = tool_ids >= 0  # (B, T): attended to, but not learned
+    # The policy reads the tool's tokens, and does not learn them.
+    old_logprobs[from_tool] = 0
+    entropy[from_tool] = 0
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
         "response_mask": attention_mask[:, P:].bool() & ~from_tool,
-        "old_logprobs": old_logprobs.masked_fill(from_tool, 0.0),
-        "entropy": entropy.masked_fill(from_tool, 0.0),
-        "truncated": truncated,
+        "old_logprobs": old_logprobs,
+        "entropy": entropy,
+        "truncated": torch.isin(all_rows, active),  # still without an EOS
         "num_calls": num_calls,
     }
 
 
-def token_logprobs(model, batch, temperature):
+def token_logprobs(args, model, batch):
     """Log-probs (b, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
     T = batch["response_mask"].shape[1]
     inputs = model_inputs(batch["sequences"], batch["attention_mask"])
     # The logits at a position are those of the next token, so the last ones are not needed.
     logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
     tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
-    logprobs = log_distribution(logits, temperature).gather(2, tokens).squeeze(2)
+    logprobs = log_distribution(logits, args.temperature).gather(2, tokens).squeeze(2)
     return logprobs.masked_fill(~batch["response_mask"], 0.0)
 
 
 def micro_batches(rollout, indices, size):
-    """Split the rows with these indices into parts of up to `size`. Yields each part, and its tensors.
-
-    The rows of a part have similar lengths. Columns that are padding in all of them are cut off.
-    """
+    """Yield parts of up to `size` rows of similar lengths, and their tensors, cut to the longest of them."""
     T = rollout["response_mask"].shape[1]
     lengths = rollout["attention_mask"][indices, -T:].sum(1)  # with the tool's results
     for part in indices[lengths.argsort(stable=True)].split(size):
-        has_tokens = rollout["attention_mask"][part].any(0)  # (P+T,): the columns that are not all padding
-        batch = {}
-        for name, tensor in rollout.items():
-            batch[name] = tensor[part]
-            if tensor.dim() == 2:  # (b, P+T) or (b, T), which are its last T columns
-                batch[name] = batch[name][:, has_tokens[-tensor.shape[1] :]]
+        batch = {name: tensor[part] for name, tensor in rollout.items()}
+        is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
+        for name, tensor in batch.items():
+            if tensor.dim() == 2:  # (b, P+T), or (b, T), which are its last T columns
+                batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
         yield part, batch
 
 
@@ -352,18 +335,9 @@ def rollout_logprobs(args, model, rollout):
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
         with autocast(args):
-            logprobs = token_logprobs(model, batch, args.temperature)  # (b, T) with the T of the micro-batch
+            logprobs = token_logprobs(args, model, batch)  # (b, T) with the T of the micro-batch
         result[part, : logprobs.shape[1]] = logprobs
     return result
-
-
-def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
-    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-    shuffled = torch.randperm(len(dataset), generator=generator)
-    chosen = shuffled.split(num_prompts)[batch_number]
-    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
 def process_scores(args, scores, truncated):
@@ -374,9 +348,7 @@ def process_scores(args, scores, truncated):
         scores = scores - total(scores) / count
         std = math.sqrt(total(scores.square()) / count)
         scores = scores / max(std, 1e-4)
-    if args.reward_clip:
-        scores = scores.clamp(-args.reward_clip, args.reward_clip)
-    return scores
+    return scores.clamp(-args.reward_clip, args.reward_clip)
 
 
 def optimizer_step(args, model, optimizer, learning_rate):
@@ -384,7 +356,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
         if parameter.grad is not None:  # some models have weights that nothing uses
-            parameter.grad = all_sum(parameter.grad)
+            all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -394,47 +366,41 @@ def optimizer_step(args, model, optimizer, learning_rate):
 
 
 def main(args):
-    # 1. Setup: run folder, ranks, models, data, rewards, optimizer
+    # 1. Setup: ranks, models, data, rewards, optimizer, run folder
     check_args(args)
-    run_dir = find_run(args)
-    device = start_ranks(args)
-
+    start_ranks(args)
     # Models are in eval mode: with dropout, training would see other log-probs than sampling.
-    policy, tokenizer = load_model(args, "model", transformers.AutoModelForCausalLM, device)
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
     # The reference is the policy before training, so it is copied before a checkpoint is loaded.
     reference = copy.deepcopy(policy) if args.kl_coef else None
 
-    num_prompts = args.batch_size // args.samples_per_prompt
-    dataset = load_rows(args, "dataset", args.dataset, args.dataset_split, policy, tokenizer, num_prompts)
-    eval_dataset = load_eval_rows(args, policy, tokenizer)  # None: no evaluation
-    reward = load_reward(args, "reward", device)
-    eval_reward = load_reward(args, "eval_reward", device) if args.eval_reward else reward
+    k = args.samples_per_prompt
+    num_prompts = args.batch_size // k
+    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
+    eval_dataset = []
+    if args.eval_dataset and args.eval_every:
+        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     load_tool(args.tool, args.call_end, tokenizer)  # refuses a wrong one before training starts
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-
-    # Resume the run, or start it. `start` counts the finished iterations.
-    start, log_sizes = load_checkpoint(run_dir, state)
-    weights = [float(weight.detach().sum()) for weight in policy.parameters()]
-    check_ranks_agree(args, {"weights": weights, "rows of --dataset": dataset, "checkpoint.pt": log_sizes})
-    open_run(args, run_dir, log_sizes)
-    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {device.type}, writes to {run_dir}")
+    run_dir, start = open_run(args, state, dataset)  # `start` counts the finished iterations
+    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
 
     # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
     if eval_dataset and start == 0:
-        metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        log(args, run_dir, 0, metrics, samples)
+        log(args, run_dir, 0, evaluate(args, policy, tokenizer, eval_reward, eval_dataset))
 
     for iteration in range(start + 1, args.num_iterations + 1):
         began = time.time()
         # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
         torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
 
-        # 3. Rollout: samples_per_prompt responses to each of this rank's prompts, and what the reward gives
+        # 3. Rollout: k responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
-        prompt_ids = [row["prompt_ids"] for row in prompt_rows]
-        rollout = generate(policy, tokenizer, prompt_ids, args, args.samples_per_prompt)
-        rows = [row for row in prompt_rows for _ in range(args.samples_per_prompt)]  # of each response
+        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
+        rows = [row for row in prompt_rows for _ in range(k)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
         # 4. Scores after penalty, scale, z-score and clip
@@ -443,86 +409,79 @@ def main(args):
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # with --kl_coef 0 any would do: their weight is 0
+        else:  # any would do: with --kl_coef 0 their weight is 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
         # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
 
         # 6. Advantages
-        rollout.update(compute_advantages(args, rollout))
+        rollout |= compute_advantages(args, rollout)
 
         # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
         if args.anneal_lr:
             lr_factor = min(lr_factor, 1 - (iteration - 1) / args.num_iterations)
+        learning_rate = args.learning_rate * lr_factor
         stats = defaultdict(float)  # sums over this rank's micro-batches
         grad_norms = []  # one for each optimizer step
-        logprob_difference = torch.zeros((), device=device)  # between sampling and training: should be near 0
+        difference = 0.0  # between the log-probs of sampling and of training: should be near 0
         for _ in range(args.update_epochs):
-            for minibatch in torch.randperm(len(rows), device=device).chunk(args.num_minibatches):
+            for minibatch in torch.randperm(len(rows), device=args.device).chunk(args.num_minibatches):
                 # Counts of the whole step: the loss does not depend on micro-batches and ranks.
                 num_sequences = len(minibatch) * WORLD_SIZE
                 num_tokens = total(rollout["response_mask"][minibatch])
                 for _, batch in micro_batches(rollout, minibatch, args.micro_batch_size):
                     with autocast(args):
-                        logprobs = token_logprobs(policy, batch, args.temperature)  # (b, T), with gradient
-                    if len(grad_norms) == 0:  # the first step, in which pi_theta is still pi_old
-                        difference = (logprobs.detach() - batch["old_logprobs"]).abs().sum()
-                        logprob_difference += difference / num_tokens
+                        logprobs = token_logprobs(args, policy, batch)  # (b, T), with gradient
+                    if not grad_norms:  # the first step, in which pi_theta is still pi_old
+                        difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
                     loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                     loss.backward()
                     for name, value in batch_stats.items():
                         stats[name] += value
-
-                grad_norms.append(optimizer_step(args, policy, optimizer, args.learning_rate * lr_factor))
+                grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
 
         # 8. Metrics, over all ranks
         response_tokens = total(rollout["response_mask"])
-        seconds = time.time() - began
         metrics = {
             "score": total(rollout["raw_scores"]) / args.batch_size,
             "truncated": total(rollout["truncated"]) / args.batch_size,
+            "calls": total(rollout["num_calls"]) / args.batch_size,  # with a result of the tool
             "response_length": response_tokens / args.batch_size,
             "entropy": total(rollout["entropy"]) / response_tokens,  # mean per token
-            "logprob_difference": total(logprob_difference),  # mean per token
+            "logprob_difference": total(difference),  # mean per token
             "grad_norm": float(sum(grad_norms)) / len(grad_norms),
-            "learning_rate": args.learning_rate * lr_factor,
-            "seconds": seconds,
-            "tokens_per_second": response_tokens / seconds,
+            "learning_rate": learning_rate,
+            "tokens_per_second": response_tokens / (time.time() - began),
         }
         if reference:
             metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
-        if args.samples_per_prompt > 1:
-            groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
+        if k > 1:
+            groups = rollout["raw_scores"].view(-1, k)
             # The share of prompts whose responses all score the same, so that none is better than another
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
-        metrics["calls"] = total(rollout["num_calls"]) / args.batch_size  # with a result of the tool
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
         # 9. Evaluate, log and save
         is_last = iteration == args.num_iterations
-        samples = []
-        if iteration % args.log_every == 0:
-            samples = describe(tokenizer, rows, rollout, args.samples_per_prompt)
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            # Prints and logs the held-out samples instead of those above
-            eval_metrics, samples = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-            metrics |= eval_metrics
-        log(args, run_dir, iteration, metrics, samples)
+            metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        log(args, run_dir, iteration, metrics)
+        if iteration % args.log_every == 0:
+            log_samples(args, run_dir, iteration, tokenizer, rows, rollout)
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
 
     # 10. The result, a folder that from_pretrained opens
     if RANK == 0:
-        save_model(run_dir, policy, tokenizer)
+        policy.save_pretrained(f"{run_dir}/model")
+        tokenizer.save_pretrained(f"{run_dir}/model")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 # --- plumbing: models, data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
-
-LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 def say(text):
@@ -532,464 +491,297 @@ def say(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message as one line and exit with code 2."""
+    """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        if RANK > 0:
-            time.sleep(30)  # if rank 0 fails too, it prints first; torchrun then stops the others
-        print("error:", " ".join(message.split()), file=sys.stderr)
+        time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-@contextmanager
-def explain(what, remedy):
-    """Turn an exception, which may not name the flag or the file, into a message that does."""
-    try:
-        yield
-    except Exception as error:
-        check(False, f"{what}: {error!r:.300}; {remedy}")
-
-
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    device_type = torch.device(args.device).type
-    return torch.autocast(device_type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-class Cache(transformers.DynamicCache):
-    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
-
-    def update(self, keys, values, *others):
-        return super().update(keys.to(values.dtype), values, *others)
-
-
 def check_args(args):
-    """Refuse numbers that cannot work before anything is loaded."""
-    positive = ["batch_size", "micro_batch_size", "max_response_length", "num_minibatches", "update_epochs"]
-    positive += ["temperature", "reward_scale", "reward_clip", "max_grad_norm", "log_every"]
-    for name, value in vars(args).items():
-        if isinstance(value, int | float):
-            check(0 <= value < math.inf, f"--{name} {value}: use a finite number, 0 or more")
-            check(value > 0 or name not in positive, f"--{name} {value}: use a number above 0")
+    """Refuse what cannot work before anything is loaded. The toy has held-out prompts by default."""
     k = args.samples_per_prompt
-    least = args.min_samples_per_prompt
-    check(k >= least, f"--samples_per_prompt {k}: use {least} or more")
-    unit = WORLD_SIZE * k
-    multiple = f"use a multiple of {unit}, ranks x samples_per_prompt"
-    check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: {multiple}")
-    local_batch = args.batch_size // WORLD_SIZE
-    divisor = f"use a divisor of {local_batch}, the responses of a rank"
-    check(local_batch % args.num_minibatches == 0, f"--num_minibatches {args.num_minibatches}: {divisor}")
-    toy_flags = ["learning_rate", "max_response_length"]
-    if args.device != "cpu":
-        toy_flags += ["dtype"]
-    unchanged = [name for name in toy_flags if getattr(args, name) == getattr(Args, name)]
-    if unchanged and args.model != Args.model:
-        say(
-            f"warning: --{', --'.join(unchanged)}: the defaults are for the toy, not for --model {args.model}"
-        )
+    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt}")
+    unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
+    check(
+        args.batch_size % unit == 0,
+        f"--batch_size {args.batch_size}: use a multiple of {unit}, for ranks, groups and --num_minibatches",
+    )
+    check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
+        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-6")
+    if args.dataset == Args.dataset:
+        args.eval_dataset = args.eval_dataset or "toy/tools/heldout.jsonl"
 
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        if torch.accelerator.device_count() > 1:  # else each rank sees its own GPU only, as under Slurm
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
-        backend = "gloo" if device.type == "cpu" else None  # None: the device's own, such as NCCL
-        # All ranks wait while one of them computes a slow reward or saves a checkpoint.
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    return device
+        backend = "gloo"
+        if args.device != "cpu":
+            backend = None  # the device's own, such as NCCL
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
 
 
-def check_ranks_agree(args, others):
-    """Refuse ranks that differ in a flag or in one of the other values, which have names."""
-    if WORLD_SIZE == 1:
-        return
-    values = others | {f"--{name}": value for name, value in vars(args).items()}
-    checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
-    checksums = torch.tensor(checksums, device=args.device)
-    # If all ranks have the same, the sum is WORLD_SIZE times it. If one rank ends, torchrun stops the others.
-    is_same = all_sum(checksums) == checksums * WORLD_SIZE
-    different = [name for name, same in zip(values, is_same.tolist()) if not same]
-    check(not different, f"the ranks differ in {', '.join(different)}; start all with the same")
+def autocast(args):
+    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-def load_model(args, flag, auto_class, device):
-    """A model with float32 weights, in eval mode and so without dropout, and its tokenizer."""
-    transformers.utils.logging.set_verbosity_error()
+def load_model(args, name, auto_class):
+    """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    name = getattr(args, flag)
-    where = f"--{flag} {name}"
-    is_hub_id = name.count("/") <= 1 and not name.startswith(("toy/", "."))
-    remedy = "there is no such folder; for toy/, start the script in the repository"
-    check(is_hub_id or Path(name).is_dir(), f"{where}: {remedy}")
-    with explain(where, "use a folder or a hub id"):
+    try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(name, dtype=torch.float32, **options)
-    # transformers fills in missing weights at random, such as the head of a policy given as a reward model.
-    is_reward_model = "SequenceClassification" in str(model.config.architectures)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
+    # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
+    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
+    is_reward_model = "SequenceClassification" in found
     wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
-    wanted = "reward model" if wants_reward_model else "policy"
-    is_right = is_reward_model == wants_reward_model and not info["missing_keys"]
-    check(is_right, f"{where}: is a {model.config.architectures}, or lacks weights; use a {wanted}")
-    is_finite = all(weight.isfinite().all() for weight in model.parameters())
-    check(is_finite, f"{where}: has weights that are not finite; use another model")
-    check(tokenizer.eos_token, f"{where}: has no EOS token; save one in its tokenizer")
+    check(
+        is_reward_model == wants_reward_model and not info["missing_keys"],
+        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
+    )
+    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-    return model.to(device).eval(), tokenizer
-
-
-def read_rows(where, path, split):
-    """The rows of a .jsonl, a .parquet, or a folder or hub id of `datasets`."""
-    if path.endswith(".parquet"):
-        return pyarrow.parquet.read_table(path).to_pylist()
-    if not path.endswith(".jsonl"):
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(path, split=split, streaming=Path(path).exists()))
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is not JSON")
-
-    rows = []
-    for line in open(path, encoding="utf-8"):
-        with explain(f"{where}: row {len(rows)}", "fix it"):
-            rows.append(json.loads(line, parse_constant=refuse))  # NaN and Infinity
-    return rows
+                layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    return model.to(args.device), tokenizer
 
 
 def token_ids(tokenizer, prompt):
     """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-        # Some tokenizers append an EOS, after which the model would start another text.
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-    if not tokenizer.chat_template:
-        raise ValueError("chat messages need a model with a chat template")
-    if not all(message.get("content") for message in prompt):
-        raise ValueError("a message has no content")
+        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
+            ids.pop()
+        return ids
+    check(
+        tokenizer.chat_template and all(message.get("content") for message in prompt),
+        f"chat {prompt}: needs a --model with a chat template, and content in each message",
+    )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
 
 
-def load_rows(args, flag, name, split, policy, tokenizer, min_rows=1):
+def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     """The rows of a dataset, with the token ids of each prompt as prompt_ids. Long prompts are left out."""
-    where = f"--{flag} {name}"
-    with explain(where, "use a .jsonl, a .parquet, a folder or a hub id"):
-        rows = read_rows(where, name, split)
-    num_embeddings = len(policy.get_input_embeddings().weight)
-    reward_name = args.reward
-    if flag == "eval_dataset" and args.eval_reward:
-        reward_name = args.eval_reward
+    if name.endswith(".jsonl"):
+        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
+    else:
+        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
+        rows = list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
     for number, row in enumerate(rows):
-        prompt = row.get("prompt")
-        check(prompt, f"{where}: row {number} has an empty prompt, or none; fill in the column `prompt`")
-        has_answer = reward_name != "exact_answer" or row.get("answer") is not None
-        check(has_answer, f"{where}: row {number} has no `answer`; fill it in, or use another --reward")
-        taken = {"prompts", "completions", "truncated", "prompt_ids"} & row.keys()
-        check(not taken, f"{where}: has the columns {sorted(taken)}, which this script sets; rename them")
-        with explain(f"{where}: row {number}", "fix the prompt"):
-            row["prompt_ids"] = token_ids(tokenizer, prompt)
-        is_known = max(row["prompt_ids"], default=0) < num_embeddings
-        check(
-            is_known,
-            f"{where}: row {number} has a token beyond the {num_embeddings} of --model; use its tokenizer",
-        )
-
-    longest = args.max_prompt_length
-    kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= longest]
-    summary = f"{len(kept)} of {len(rows)} prompts have 1 to --max_prompt_length {longest} tokens"
-    check(len(kept) >= min_rows, f"{where}: {summary}; give {min_rows} or more, or lower --batch_size")
-    say(f"{flag}: {summary}")
+        check(row.get("prompt"), f"{flag}: row {number} has no `prompt`, or an empty one; fill it in")
+        row["prompt_ids"] = token_ids(tokenizer, row["prompt"])
+    kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
+    summary = f"{flag}: {len(kept)} of {len(rows)} prompts have 1 to {args.max_prompt_length} tokens"
+    check(len(kept) >= min_rows, f"{summary}; give {min_rows} or more, or lower --batch_size")
+    say(summary)
     needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    message = f"--max_response_length {args.max_response_length}: {needed} tokens with the longest prompt"
-    check(needed <= limit, f"{message}, the model has {limit} positions; lower it")
+    limit = getattr(policy.config, "max_position_embeddings", needed)
+    check(needed <= limit, f"--max_response_length: {needed} tokens with a prompt, the model takes {limit}")
     return kept
 
 
-def load_eval_rows(args, policy, tokenizer):
-    """The held-out rows, or None. Only the toy has some by default."""
-    name = args.eval_dataset
-    if args.dataset == Args.dataset and not name:
-        name = "toy/tools/heldout.jsonl"
-    if not name or not args.eval_every:
-        return None
-    return load_rows(args, "eval_dataset", name, args.eval_split, policy, tokenizer)
+def choose_rows(args, dataset, num_prompts, iteration):
+    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+    chosen = torch.randperm(len(dataset), generator=generator).split(num_prompts)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
+
+
+def exact_answer(completions, answer, **columns):
+    """A reward: 1 if the text after the last "answer" (all of it without one) equals the column `answer`."""
+    return [
+        float(text.rpartition("answer")[2].strip() == str(right).strip())
+        for text, right in zip(completions, answer)
+    ]
 
 
 @lru_cache  # each call of generate needs it
 def load_tool(name, call_end, tokenizer):
     """The function behind --tool, and the ids of the tokens that contain --call_end."""
-    file, _, function = name.partition(":")
-    check(Path(file).is_file(), f"--tool {name}: there is no file {file}; use file.py:function")
-    functions = runpy.run_path(file)
-    check(function in functions, f"--tool {name}: {file} has no {function!r}; use file.py:function")
+    file, function = name.split(":")
     ids = sorted(tokenizer.get_vocab().values())
     # Decoded, because a vocabulary may write a space as Ġ
     texts = tokenizer.batch_decode([[token_id] for token_id in ids])
     end_ids = [token_id for token_id, text in zip(ids, texts) if call_end in text]
     check(end_ids, f"--call_end {call_end}: is in no token of --model; use a shorter part of it")
-    return functions[function], end_ids
+    return runpy.run_path(file)[function], end_ids
 
 
-def load_reward(args, flag, device):
+def load_reward(args, name, rows):
     """A function of the lists prompts, completions, truncated and other columns: a score per completion."""
-    name = getattr(args, flag)
-    where = f"--{flag} {name}"
     if name == "exact_answer":
-        return exact_answer(args.answer_marker)
-    if is_model(name):
-        return reward_model(args, flag, device)
-    file, _, function = name.partition(":")
-    check(Path(file).is_file(), f"{where}: there is no file {file}; use file.py:function")
-    functions = runpy.run_path(file)
-    check(function in functions, f"{where}: {file} has no {function!r}; use file.py:function")
-
-    def reward(completions, **columns):
-        try:
-            # Copies, so that the function cannot change the dataset
-            scores = functions[function](completions=completions[:], **copy.deepcopy(columns))
-        except SystemExit as error:  # which would end the run without a word
-            raise RuntimeError(f"{where} called sys.exit") from error
-        count = len(completions)
-        with explain(where, "return a number, or a list of numbers, for each completion"):
-            scores = torch.tensor(scores, dtype=torch.float32)
-        is_valid = scores.shape[:1] == (count,) and scores.dim() <= 2 and scores.isfinite().all()
-        wanted = f"{count} finite scores, one for each completion"
-        check(is_valid, f"{where}: did not return {wanted}, but {str(scores)[:40]}; fix it")
-        return scores.tolist()
-
-    return reward
-
-
-def is_model(reward_name):
-    """Whether a reward is a model, and not the rule or a function in a file."""
-    return reward_name != "exact_answer" and not reward_name.partition(":")[0].endswith(".py")
-
-
-def exact_answer(marker):
-    """A reward: 1 if the text after the last marker (all of it without one) equals the column `answer`."""
-
-    def reward(completions, answer, **columns):
-        found = [text.rpartition(marker)[2].strip() for text in completions]
-        return [float(text == str(expected).strip()) for text, expected in zip(found, answer)]
-
-    return reward
-
-
-def reward_model(args, flag, device):
-    """A reward: the score of a model that reads texts with its own tokenizer and chat template."""
-    model, tokenizer = load_model(args, flag, transformers.AutoModelForSequenceClassification, device)
-    has_one_score = model.config.num_labels == 1 and hasattr(model, "score")
-    check(has_one_score, f"--{flag} {getattr(args, flag)}: use a reward model, a decoder with one output")
+        has_answers = all(row.get("answer") is not None for row in rows)
+        check(has_answers, "--reward exact_answer: a row has no `answer`; fill it in, or use another reward")
+        return exact_answer
+    if ".py:" in name:
+        file, function = name.split(":")
+        return runpy.run_path(file)[function]
+    model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
 
     def text_ids(prompt, completion, is_truncated):
-        completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        if not tokenizer.chat_template:
-            ids = token_ids(tokenizer, prompt) + completion_ids
+        """What the model reads. The turn of a truncated response stays open, others end with EOS."""
+        if isinstance(prompt, str) or is_truncated:
+            ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
         else:
-            chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if is_truncated:  # the turn stays open
-                return token_ids(tokenizer, chat) + completion_ids
-            chat = [*chat, {"role": "assistant", "content": completion}]
-            ids = tokenizer.apply_chat_template(chat)["input_ids"]
-        # A template may end the turn with EOS, or with EOS and a newline.
+            chat = [*prompt, {"role": "assistant", "content": completion}]
+            ids = tokenizer.apply_chat_template(chat)["input_ids"]  # may end with EOS, or EOS and a newline
         if not is_truncated and tokenizer.eos_token_id not in ids[-2:]:
-            ids = [*ids, tokenizer.eos_token_id]
+            ids += [tokenizer.eos_token_id]
         return ids
 
     @torch.no_grad()
     def reward(prompts, completions, truncated, **columns):
-        id_lists = [text_ids(*texts) for texts in zip(prompts, completions, truncated)]
+        id_lists = list(map(text_ids, prompts, completions, truncated))
         scores = []
         for i in range(0, len(id_lists), args.micro_batch_size):
-            ids, mask = left_pad(id_lists[i : i + args.micro_batch_size], device)
+            inputs = model_inputs(*left_pad(id_lists[i : i + args.micro_batch_size], args.device))
             with autocast(args):
-                output = model.base_model(**model_inputs(ids, mask), use_cache=False)
+                hidden_states = model.base_model(**inputs, use_cache=False).last_hidden_state
             # model() scores the last token that is not the pad token: it would miss an EOS that is.
-            last = output.last_hidden_state[:, -1].to(model.dtype)
-            scores += model.score(last).squeeze(1).tolist()
+            scores += model.score(hidden_states[:, -1].float()).squeeze(1).tolist()
         return scores
 
     return reward
 
 
-def decode(tokenizer, rollout, skip_special_tokens):
-    """The texts of the responses."""
+def response_ids(rollout):
+    """The token ids of each response, without padding."""
     T = rollout["response_mask"].shape[1]
-    mask = rollout["attention_mask"][:, -T:].bool()  # the tool's results, too
-    responses = rollout["sequences"][:, -mask.shape[1] :]
-    without_padding = [response[row_mask] for response, row_mask in zip(responses, mask)]
-    return tokenizer.batch_decode(without_padding, skip_special_tokens=skip_special_tokens)
+    masks = rollout["attention_mask"][:, -T:].bool()  # with the tool's results
+    return [ids[-T:][mask] for ids, mask in zip(rollout["sequences"], masks)]
 
 
 def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
-    names = {name for row in rows for name in row}
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
     columns["prompts"] = columns.pop("prompt")
-    columns["completions"] = decode(tokenizer, rollout, skip_special_tokens=True)
-    columns["truncated"] = rollout["truncated"].tolist()
-    scores = torch.tensor(reward(**columns), dtype=torch.float32, device=rollout["truncated"].device)
-    scores = scores.view(len(scores), -1)  # (B, R): a reward may give a list of R numbers
-    return scores.sum(1)
-
-
-def describe(tokenizer, rows, rollout, samples_per_prompt=1):
-    """Prompt, response with its special tokens, and score of a response to each of three prompts."""
-    responses = decode(tokenizer, rollout, skip_special_tokens=False)
-    parts = list(zip(rows, responses, rollout["raw_scores"].tolist()))[::samples_per_prompt][:3]
-    return [{"prompt": row["prompt"], "response": text, "score": x} for row, text, x in parts]
+    try:
+        scores = reward(
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **copy.deepcopy(columns),  # so that a reward cannot change the dataset
+        )
+    except SystemExit as error:  # which would end the run without a word
+        raise RuntimeError("the reward called sys.exit") from error
+    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
+    is_valid = scores.shape == (len(rows),) and scores.isfinite().all()
+    check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
+    return scores
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score of greedy responses, over all ranks, for each value of `group`; and three samples."""
-    scores = torch.zeros(len(dataset), device=policy.device)
-    samples = []
+    """The mean score of greedy responses, over all ranks, for each value of `group`."""
+    scores = torch.zeros(len(dataset), device=args.device)
     size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
-        rollout = generate(policy, tokenizer, [row["prompt_ids"] for row in rows], args, greedy=True)
-        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
-        scores[first : first + len(rows)] = rollout["raw_scores"]
-        samples = samples or describe(tokenizer, rows, rollout)
+        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=True)
+        scores[first : first + size] = score(reward, tokenizer, rows, rollout)
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
-    return {name: sum(x) / len(x) for name, x in groups.items()}, samples
+    return {name: sum(x) / len(x) for name, x in groups.items()}
 
 
-@contextmanager
-def replacing(path):
-    """Yield a temporary path, and rename it to path at the end, so that path is never half-written."""
-    temporary = path.with_suffix(".tmp")
-    with explain(path, "it could not be written; fix that and give the same command again"):
-        yield temporary
-        temporary.replace(path)
-
-
-def find_run(args):
-    """The run folder: a new or empty one, or one with a run of the same flags. Only rank 0 writes there."""
-    new_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(args.run_dir or new_dir)
+def open_run(args, state, dataset):
+    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
+    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    flags = vars(args) | {"ranks": WORLD_SIZE}
     path = run_dir / "args.json"
-    if not path.exists():
-        is_free = not run_dir.exists() or set(os.listdir(run_dir)) <= {"lock"}
-        check(is_free, f"--run_dir {run_dir}: has files, but no args.json of a run; use a new folder")
-        return run_dir
-    with explain(path, "restore it, or use a new folder"):
-        old_flags = json.loads(path.read_text())
-    may_change = ["run_dir", "eval_every", "log_every", "save_every", "track"]
-    may_change += ["micro_batch_size", "gradient_checkpointing"]  # memory and speed only
-    if not args.anneal_lr:
-        may_change += ["num_iterations"]  # a longer run
-    new_flags = vars(args) | {"ranks": WORLD_SIZE}
-    for name in old_flags | new_flags:
-        old, new = old_flags.get(name), new_flags.get(name)
-        is_same = old == new or name in may_change
-        check(is_same, f"--run_dir {run_dir}: has --{name} {old}, not {new}; use that or a new folder")
-    return run_dir
-
-
-def run_lock(run_dir):
-    """The lock of a run folder, one object in this process: only one process at a time may train there."""
-    return filelock.FileLock(run_dir / "lock", is_singleton=True)
-
-
-def load_checkpoint(run_dir, state):
-    """Load the checkpoint into state, if there is one. Returns its iteration and the sizes of the logs."""
-    path = run_dir / "checkpoint.pt"
-    if not path.exists():
-        return 0, dict.fromkeys(LOGS, 0)
-    with explain(path, "restore it, or delete it to start over"):
-        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
+    if path.exists():
+        old = json.loads(path.read_text())
+        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
+        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+        if not args.anneal_lr:
+            may_change.add("num_iterations")
+        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
+        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
+    else:
+        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    start = 0
+    if Path(f"{run_dir}/checkpoint.pt").exists():
+        checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
-        say(f"resumes after iteration {checkpoint['iteration']}")
-        return checkpoint["iteration"], checkpoint["log_sizes"]
+        start = checkpoint["iteration"]
+
+    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+
+    if RANK == 0:
+        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
+        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
+        atexit.register(lock.release)
+        if start == 0:
+            shutil.copy(__file__, run_dir)
+        path.write_text(json.dumps(flags, indent=2))
+        for name in ("metrics", "samples"):
+            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+                file.seek(0)
+                # What came after the checkpoint comes again. A kill may have torn the last line.
+                kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
+                file.truncate(len(b"".join(kept)))
+    return run_dir, start
 
 
-def open_run(args, run_dir, log_sizes):
-    """On rank 0, lock the run folder, write the flags and a copy of the script, and cut the logs."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with explain(f"--run_dir {run_dir}", "another process may train there; use another folder"):
-        lock = run_lock(run_dir)
-        lock.acquire(blocking=False)
-        atexit.register(lock.release)  # if the run ends early; it also keeps the object alive
-    with replacing(run_dir / "args.json") as path:
-        path.write_text(json.dumps(vars(args) | {"ranks": WORLD_SIZE}, indent=2))
-    if Path(__file__).resolve().parent != run_dir.resolve():  # unless this file is that copy
-        shutil.copy(__file__, run_dir)
-    for name, size in log_sizes.items():
-        with open(run_dir / name, "ab") as file:
-            check(file.tell() >= size, f"{run_dir / name}: is shorter than at the checkpoint; restore it")
-            file.truncate(size)  # what was logged after the checkpoint comes again
-    if args.track:
+def append(path, record):
+    """On rank 0, add a line to a log, and wait until it is on the disk."""
+    if RANK == 0:
+        with open(path, "a") as file:
+            print(json.dumps(record), file=file, flush=True)
+            os.fsync(file)
+
+
+def log(args, run_dir, iteration, metrics):
+    """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
+    shown = ("kl", "equal_groups", "tokens_per_second")
+    texts = [f"   {name} {metrics[name]:.3f}" for name in metrics if "score" in name or name in shown]
+    say(f"iteration {iteration:4}{''.join(texts)}")
+    append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
+    if args.track and RANK == 0:
         import wandb
 
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-        wandb.define_metric("*", step_metric="iteration")  # wandb's own step could not go back on a resume
+        if not wandb.run:
+            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+        wandb.log(metrics, step=iteration)
 
 
-def log(args, run_dir, iteration, metrics, samples):
-    """On rank 0, add to the logs of the run. Print if there are samples, or after a slow iteration."""
-    if RANK > 0:
-        return
-    for name, value in metrics.items():
-        check(math.isfinite(value), f"iteration {iteration}: {name} is {value}; use a lower --learning_rate")
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"iteration": iteration} | metrics) + "\n")
-    with open(run_dir / "samples.jsonl", "a") as file:
-        for sample in samples:
-            file.write(json.dumps({"iteration": iteration} | sample) + "\n")
-    if args.track:
-        import wandb
-
-        wandb.log({"iteration": iteration} | metrics)
-    if samples or metrics.get("seconds", 0) > 10:
-        shown = ["score", "kl", "equal_groups", "response_length", "tokens_per_second"]
-        texts = [f"{name} {x:.3f}" for name, x in metrics.items() if name in shown or "eval/" in name]
-        say(f"iteration {iteration:4d}   " + "   ".join(texts))
-    for sample in samples:
-        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
-        say(f"    {sample['score']:5.2f}  {prompt[-80:]!r} -> {sample['response']!r}")
+def log_samples(args, run_dir, iteration, tokenizer, rows, rollout):
+    """Print and log a response to each of three prompts, with its score."""
+    responses = tokenizer.batch_decode(response_ids(rollout))
+    samples = list(zip(rows, responses, rollout["raw_scores"].tolist()))
+    for row, response, raw_score in samples[:: args.samples_per_prompt][:3]:
+        say(f"    {raw_score:5.2f}  {str(row['prompt'])[-80:]!r} -> {response!r}")
+        sample = {"iteration": iteration, "prompt": row["prompt"], "response": response, "score": raw_score}
+        append(f"{run_dir}/samples.jsonl", sample)
 
 
 def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs, with the sizes of the logs, which go to disk first."""
-    if RANK > 0:
-        return
-    checkpoint = {name: part.state_dict() for name, part in state.items()}
-    checkpoint |= {"iteration": iteration, "log_sizes": {}}
-    for name in LOGS:
-        with open(run_dir / name, "ab") as file:
+    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+    if RANK == 0:
+        checkpoint = {name: part.state_dict() for name, part in state.items()}
+        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
+            file.flush()
             os.fsync(file)
-            checkpoint["log_sizes"][name] = file.tell()
-    with replacing(run_dir / "checkpoint.pt") as path, open(path, "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file)
-
-
-def save_model(run_dir, policy, tokenizer):
-    """Write model/, which is complete or absent."""
-    with replacing(run_dir / "model") as folder:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
-        policy.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        shutil.rmtree(run_dir / "model", ignore_errors=True)  # of an earlier, shorter run
-    run_lock(run_dir).release()
-    say(f"finished: {run_dir / 'model'}")
+        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
 
 
 if __name__ == "__main__":

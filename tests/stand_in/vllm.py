@@ -36,7 +36,7 @@ class LLM:
         k, heat = settings[0].n, settings[0].temperature
         prompts = [request["prompt_token_ids"] for request in requests]
         args = grpo.Args(max_response_length=settings[0].max_tokens, temperature=heat or 1.0)
-        rollout = with_a_seed(grpo.generate)(self.model, self.tokenizer, prompts, args, k, greedy=heat == 0)
+        rollout = with_a_seed(grpo.generate)(args, self.model, self.tokenizer, prompts, k, heat == 0)
         mask, outputs = rollout["response_mask"], []
         responses = rollout["sequences"][:, -mask.shape[1] :]
         for i, is_truncated in enumerate(rollout["truncated"]):
