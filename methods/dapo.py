@@ -156,7 +156,6 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
     Each rank samples as often as it needs; groups of equal scores fill up what is missing at the end. Returns
     the batch, its rows of the dataset, and metrics of all that was sampled on all ranks.
     """
-    check(args.max_rollouts > 0, f"--max_rollouts {args.max_rollouts}: use 1 or more")
     k = args.samples_per_prompt
     local_batch = len(rows)
     num_rollouts = 1
@@ -166,7 +165,7 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
         drawn = {id(row) for row in rows}
         unused = [row for row in dataset if id(row) not in drawn]
         is_full = is_useful.sum() * k >= local_batch
-        if is_full or num_rollouts == args.max_rollouts or not unused:
+        if is_full or num_rollouts >= args.max_rollouts or not unused:
             break
         num_rollouts += 1
         order = torch.randperm(len(unused))[: local_batch // k]

@@ -124,8 +124,7 @@ def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
     scores = rollout["scores"]
     mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
-    advantages = (scores - mean).view(-1, 1)  # (B, 1)
-    return {"advantages": advantages * rollout["response_mask"]}
+    return {"advantages": (scores - mean).view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
@@ -148,9 +147,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     ratio = (new_logprobs - old_logprobs).exp()  # (b, T)
     weight = ratio.masked_fill(rejected.unsqueeze(1), 0.0) * batch["advantages"]
     loss = -((weight * logprobs).sum(1) / lengths).sum() / num_sequences
-
-    rejected_share = rejected.sum() / num_sequences
-    return loss, {"policy_loss": loss.detach(), "rejected": rejected_share}
+    return loss, {"policy_loss": loss.detach(), "rejected": rejected.sum() / num_sequences}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ class Args:  # the comment behind a flag is its --help text
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: the sum of the rewards' normalized scores, over its std."""
     scores = rollout["scores"]  # (B, R)
-    groups = scores.view(len(scores) // args.samples_per_prompt, args.samples_per_prompt, -1)
-    R = groups.shape[2]  # (prompts, k, R)
+    R = scores.shape[1]
+    groups = scores.view(-1, args.samples_per_prompt, R)  # (prompts, k, R)
     weights = groups.new_tensor(args.reward_weights or [1.0] * R)
     check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
     # Minus the first, equal scores are exactly 0. Else rounding could leave a bit, which 1e-4 would magnify.
