@@ -131,7 +131,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
     """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have weights that nothing uses
+        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
@@ -266,7 +266,7 @@ def load_model(args, name, auto_class):
         is_reward_model == wants_reward_model and not info["missing_keys"],
         f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
     )
-    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
+    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
