@@ -143,9 +143,10 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
             value = write_jsonl(tmp_path / "other.jsonl", DATA["good"])
         said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
-    assert "of other exp_name, " in refused(capsys, run, "ppo", **flags)
-    said = refused(capsys, run, "grpo", **flags | {"anneal_lr": True, "num_iterations": 2})
-    assert "of other num_iterations, anneal_lr;" in said
+    assert "exp_name" in refused(capsys, run, "ppo", **flags)
+    assert "num_iterations" in refused(
+        capsys, run, "grpo", **flags | {"anneal_lr": True, "num_iterations": 2}
+    )
     assert before == {path: path.read_bytes() for path in before}
 
 
