@@ -21,10 +21,6 @@ PAGES = README.md docs/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
-# make stale: list the results whose script has changed since they were measured.
-stale: .venv/scripts .venv/group-test
-	.venv/bin/python experiments/common.py --stale
-
 # make vectors: make conformance/vectors.json from tests/references.py.
 vectors: .venv/scripts
 	.venv/bin/python conformance/make_vectors.py
@@ -96,5 +92,5 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables stale vectors test-long test-vllm real test-real docs test-docs variant sync diff
+.PHONY: demo test format tables vectors test-long test-vllm real test-real docs test-docs variant sync diff
 .PRECIOUS: .venv/group-%

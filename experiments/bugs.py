@@ -2,17 +2,16 @@
 
     python experiments/bugs.py        train and draw docs/bugs.png: 30 minutes on two cores
 
-A bug of tools/planted.py is trained on the toy, beside the unchanged script with the same flags. A row has the metrics
-of every iteration, which tools/diagnose.py reads.
+A bug of tools/planted.toml is trained on the toy, beside the unchanged script with the same flags. A row has the
+metrics of every iteration, which tools/diagnose.py reads.
 """
 
-import ast
-import difflib
 import json
 import math
 import shutil
-import textwrap
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import common
@@ -22,45 +21,25 @@ from common import POLICY_SCRIPTS, ROOT, mean, run_all, show, words_of
 from planted import BUGS
 
 ITERATIONS, SEEDS = 60, (1, 2, 3)
-# The flags at which a bug matters. The unchanged script runs with them, too.
-COOL = {"temperature": 0.7}
-REWARD_MODEL = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "kl_coef": 1.0}
-# These change no result of the unchanged script. The model is toy/policy with a dropout of 0.1 in its config.
-DROPOUT = {"model": "dropout"}
-SMALL = {"micro_batch_size": 16}
-
-FLAGS = {
-    "eos masked": {}, "log-probs one column off": {}, "padding counts in positions": {}, "attention to the padding": {},
-    "cache of other rows": {}, "micro-batch cut too short": {}, "scores of another prompt": {},
-    "groups along the wrong axis": {}, "a group spans two prompts": {}, "token mean in grpo": {}, "clip with max": {},
-    "k3 upside down": {}, "old log-probs of the reference": {}, "ratio always 1": {}, "kl the other way round": {},
-    "a reference that moves": {}, "reference log-probs of other rows": {}, "no zero_grad": {},
-    "no gradient clipping": {}, "it learns the wrong way": {}, "no baseline": {}, "kl with the wrong sign": {},
-    "whitened with the padding": {}, "returns from the left": {}, "k2 of the old policy": {},
-    "ppo: critic one token off": {}, "sampling without temperature": COOL, "log-probs without temperature": COOL,
-    "reference at temperature 1": COOL, "a reward model reads padding": REWARD_MODEL,
-    "responses of a micro-batch": SMALL, "dropout on": DROPOUT,
-}  # fmt: skip
-PLANTED = {name: BUGS[name] for name in FLAGS}
+PLANTED = {bug.name: bug for bug in BUGS.values() if bug.trained is not None}
+FLAGS = {name: bug.trained for name, bug in PLANTED.items()}
 # grpo.py would stop: it divides by the length, which is 0 for a response that is only an EOS.
-PLANTED["eos masked"] = BUGS["eos masked"]._replace(where="reinforce_pp.generate")
-# Not bugs of the code, but of the flags: for docs/metrics.md
-MISTAKES = [("grpo", {"learning_rate": 5e-3}), ("grpo", {"answer_marker": "Answer"})]
+PLANTED["eos masked"] = replace(BUGS["eos masked"], where="reinforce_pp.generate")
 LEFT_OUT = ("iteration", "seconds", "tokens_per_second", "learning_rate", "policy_loss")
 
 
 def parent(bug: str) -> tuple[str, dict]:
-    """Script and flags of the unchanged run that a bug is compared with."""
-    return PLANTED[bug].script, {} if FLAGS[bug] in (SMALL, DROPOUT) else FLAGS[bug]
+    """Script and flags of the unchanged run that a bug is compared with: its own, if they change a result."""
+    changes_nothing = FLAGS[bug].keys() & {"micro_batch_size", "model"}
+    return PLANTED[bug].script, {} if changes_nothing else FLAGS[bug]
 
 
 def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dict:
-    folder = run_dir.parent
-    if flags == DROPOUT:
-        shutil.copytree(ROOT / "toy" / "policy", folder / "dropout")
-        config = folder / "dropout" / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
-        flags = {"model": folder / "dropout"}
+    if "model" in flags:  # toy/policy, with a dropout in its config
+        model = shutil.copytree(ROOT / "toy" / "policy", run_dir.parent / flags["model"])
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+        flags = {"model": model}
     # An evaluation changes nothing, and costs time.
     evaluates = not bug or "eval_reward" in flags
     flags = {"num_iterations": ITERATIONS} | flags | {"seed": seed, "eval_every": 30 if evaluates else 0}
@@ -76,13 +55,11 @@ def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dic
 
 
 def cells_of() -> list[dict]:
-    """Each bug and what it is compared with, the mistakes once, and every script."""
-    runs = [("", *pair, seed) for seed in SEEDS for pair in map(parent, FLAGS)]
-    runs += [(bug, PLANTED[bug].script, flags, seed) for seed in SEEDS for bug, flags in FLAGS.items()]
-    runs += [("", *pair, 1) for pair in MISTAKES]
-    runs += [("", script, {}, seed) for seed in SEEDS for script in POLICY_SCRIPTS]
+    """Each bug and what it is compared with, and every script."""
+    runs = [("", *parent(bug)) for bug in FLAGS] + [(bug, PLANTED[bug].script, FLAGS[bug]) for bug in FLAGS]
+    runs += [("", script, {}) for script in POLICY_SCRIPTS]
     cells = []
-    for bug, script, flags, seed in runs:
+    for seed, (bug, script, flags) in product(SEEDS, runs):
         cell = {"bug": bug, "script": script, "flags": flags, "seed": seed}
         if cell not in cells:
             cells.append(cell)
@@ -95,24 +72,14 @@ def cells_of() -> list[dict]:
 SIGNS = {"logprob_difference": 1e-4, "kl": 0.02, "clip_fraction": 0.002, "grad_norm": 0.1, "entropy": 0.01}
 SIGNS |= {"truncated": 0.01, "response_length": 1}
 # How much of the unchanged script's rise in score the bugs of a group leave, at least
-GROUPS = {"Silent": 0.97, "Slow": 0.4, "Loud": -math.inf}
+GROUPS = {"silent": 0.97, "slow": 0.4, "loud": -math.inf}
 # Those in docs/bugs.png, with the metric below the score
 SHOWN = {
-    "kl with the wrong sign": ("kl", "At β = 0.01 the score outweighs it."),
-    "a reference that moves": ("kl", "Policy and reference are one model, so their KL is 0."),
-    "no zero_grad": ("grad_norm", "Each step adds the gradients of all steps before it."),
-    "eos masked": ("entropy", "The EOS gets no gradient, but responses already end well."),
-    "sampling without temperature": (
-        "logprob_difference",
-        "The samples are not of the policy that is trained.",
-    ),
-    "old log-probs of the reference": (
-        "clip_fraction",
-        "A token ε away from the reference gets no push further away.",
-    ),
-    "reference log-probs of other rows": ("kl", "The KL term pulls a token to another's probability."),
-    "groups along the wrong axis": ("entropy", "Each response gets the advantage of another."),
-}
+    "kl with the wrong sign": "kl", "a reference that moves": "kl", "no zero_grad": "grad_norm",
+    "eos masked": "entropy", "sampling without temperature": "logprob_difference",
+    "old log-probs of the reference": "clip_fraction", "reference log-probs of other rows": "kl",
+    "groups along the wrong axis": "entropy",
+}  # fmt: skip
 
 
 @cache
@@ -124,21 +91,18 @@ def runs_of(bug: str) -> list[dict]:
     return [run for run in results() if run["bug"] == bug]
 
 
-def unchanged(script: str, flags: dict) -> list[dict]:
-    """The runs of a script without a bug."""
-    return [run for run in runs_of("") if (run["script"], run["flags"]) == (script, flags)]
+def unchanged(bug: str) -> list[dict]:
+    """The runs without a bug that a bug is compared with."""
+    return [run for run in runs_of("") if (run["script"], run["flags"]) == parent(bug)]
 
 
-def diagnosed(run: dict) -> dict[str, str]:
-    """What tools/diagnose.py finds in a run."""
-    texts = common.defaults(run["script"])
-    names = ("dtype", "max_grad_norm", "num_minibatches", "update_epochs", "clip_eps_low", "teacher")
-    flags = {name: ast.literal_eval(texts[name]) for name in names if name in texts}
-    lines = [{"iteration": 0}, *common.plot_rows(run["metrics"], *run["metrics"])]
+def diagnosed(run: dict) -> set[str]:
+    """The names of what tools/diagnose.py finds in a run."""
+    lines = [{"iteration": 0}, *common.plot_rows(run["metrics"])]
     for name, values in run["held_out"].items():
         for iteration, value in values.items():
             lines[int(iteration)][name] = value
-    return diagnose.findings(flags, lines)
+    return {*diagnose.findings(common.defaults(run["script"]), lines)}
 
 
 def scores(runs: list[dict]) -> tuple[list[float], list[float]]:
@@ -152,7 +116,7 @@ def scores(runs: list[dict]) -> tuple[list[float], list[float]]:
 
 def share(bug: str) -> float:
     """How much of the rise in score a bug leaves."""
-    start, end = map(mean, scores(unchanged(*parent(bug))))
+    start, end = map(mean, scores(unchanged(bug)))
     return (mean(scores(runs_of(bug))[1]) - start) / (end - start)
 
 
@@ -161,71 +125,27 @@ def signs(bug: str) -> str:
     found = {}
     for name, least in SIGNS.items():
         for part in (slice(0, 10), slice(-10, None)):
-            pair = runs_of(bug), unchanged(*parent(bug))
+            pair = runs_of(bug), unchanged(bug)
             wrong, right = ([mean(run["metrics"].get(name, [0])[part]) for run in runs] for runs in pair)
             if min(wrong) > 3 * max(right) + least or 3 * max(wrong) + least < min(right):
                 found.setdefault(name, f"`{name}` {mean(wrong):.2g} ({mean(right):.2g})")
     return "<br>".join([*found.values()][:2]) or "nothing"
 
 
-def changed_lines(bug: str) -> list[str]:
-    """The lines of a script that a bug changes, before and after."""
-    before = PLANTED[bug].path().read_text()
-    lines = difflib.unified_diff(before.splitlines(), PLANTED[bug].plant(before).splitlines(), n=0)
-    return [f"{line[0]} {line[1:].strip()}" for line in [*lines][2:] if line[0] in "+-"]
-
-
 def summary() -> None:
-    """Print a table of the bugs for each group."""
-    shares = sorted(((share(bug), bug) for bug in FLAGS), reverse=True)
-    most = math.inf
-    for group, least in GROUPS.items():
-        print(f"\n### {group}")
-        lines = []
-        for bug in [bug for left, bug in shares if least <= left < most]:
-            old, new = (line[2:].partition("  #")[0] for line in changed_lines(bug))
-            flags = " ".join(words_of(FLAGS[bug]))
-            cells = [bug + f"<br>`{flags}`" * bool(flags), f"`{PLANTED[bug].where}`: `{old}` → `{new}`"]
-            cells += [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(*parent(bug)))]
-            first, *others = map(diagnosed, runs_of(bug))
-            names = [name for name in first if all(name in other for other in others)]
-            lines.append(
-                [*cells, signs(bug), ", ".join(names) or "nothing", f"`{PLANTED[bug].tests.split()[0]}`"]
-            )
-        common.table(["bug", "change", "end score", "unchanged", "metric", "`diagnose.py`", "test"], lines)
-        most = least
-    common.print_provenance(results())
-
-
-def counts() -> None:
-    """Print how often tools/diagnose.py finds something in unchanged scripts and in those with a bug."""
-    runs = [run for run in results() if (run["script"], run["flags"]) not in MISTAKES]
-    healthy, broken = ([run for run in runs if bool(run["bug"]) == is_bug] for is_bug in (False, True))
-    scripts, bugs = {run["script"] for run in healthy}, {run["bug"] for run in broken}
-    alarms = [name for run in healthy for name in diagnosed(run)]
-    noticed = [run["bug"] for run in broken if diagnosed(run)]
-    print(f"\n- Unchanged: {len(healthy)} runs of {len(scripts)} scripts, {len(alarms)} findings.")
-    print(f"- With a bug: findings in {len(noticed)} of {len(broken)} runs, ", end="")
-    print(f"for {len(set(noticed))} of {len(bugs)} bugs.\n")
-
-
-def examples() -> None:
-    """Print what tools/diagnose.py says about the mistakes."""
-    print("\n```")
-    for script, flags in MISTAKES:
-        print("#", common.label({"script": script, "flags": flags}).strip("`"))
-        for text in diagnosed(unchanged(script, flags)[0]).values():
-            print(textwrap.fill(text, 116, subsequent_indent="    "))
-    print("```\n")
-
-
-def changes() -> None:
-    """Print the bugs in the picture as diffs."""
-    for number, (bug, (_, why)) in enumerate(SHOWN.items(), 1):
-        script, function = PLANTED[bug].where.split(".")
-        print(f"\n{number}. {bug}, in `{function}` of `{script}.py`. {why}\n\n   ```diff")
-        print(*(f"   {line}" for line in changed_lines(bug)), "   ```", sep="\n")
-    print()
+    """Print a table of the bugs, the most silent first."""
+    lines = []
+    for left, bug in sorted(((share(bug), bug) for bug in FLAGS), reverse=True):
+        group = next(name for name, least in GROUPS.items() if left >= least)
+        old, new = (line[1:].partition("  #")[0].strip() for line in PLANTED[bug].changed_lines())
+        flags = " ".join(words_of(FLAGS[bug]))
+        cells = [group, bug + f"<br>`{flags}`" * bool(flags), f"`{PLANTED[bug].where}`: `{old}` → `{new}`"]
+        cells += [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(bug))]
+        found = sorted(set.intersection(*map(diagnosed, runs_of(bug))))
+        cells += [signs(bug), ", ".join(found) or "nothing", f"`{PLANTED[bug].tests.split()[0]}`"]
+        lines.append(cells)
+    heads = ["", "bug", "change", "end score", "unchanged", "metric", "`diagnose.py`", "test"]
+    common.table(heads, lines, results())
 
 
 def draw() -> None:
@@ -234,10 +154,10 @@ def draw() -> None:
     import plot
 
     figure, axes = plt.subplots(4, 4, figsize=(10, 8), dpi=110, layout="constrained")
-    for number, (bug, (metric, _)) in enumerate(SHOWN.items()):
+    for number, (bug, metric) in enumerate(SHOWN.items()):
         top, column = number // 4 * 2, number % 4
         for axis, name in zip(axes[top : top + 2, column], ("score", metric)):
-            for runs, color in ((unchanged(*parent(bug)), "#999999"), (runs_of(bug), plot.COLORS[1])):
+            for runs, color in ((unchanged(bug), "#999999"), (runs_of(bug), plot.COLORS[1])):
                 for run in runs:
                     axis.plot(range(1, 1 + ITERATIONS), run["metrics"][name], color=color, lw=1)
             axis.set_ylabel(name, fontsize=7)

@@ -3,12 +3,11 @@
 An experiment is a list of cells, dicts such as {"script": "grpo", "seed": 1}, and a function that measures one.
 `run_all` adds a row for each cell to results/<name>.jsonl: the cell, what made it, and the numbers. An interrupted
 experiment resumes. The pages print tables of these rows in blocks that cog fills (`make tables`).
-
-    python experiments/common.py --stale        list the rows whose script has changed since they were measured
 """
 
-import ast
+import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -77,36 +76,14 @@ def print_provenance(rows: list[dict]) -> None:
     print(textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
-@cache
-def has_changed(commit: str, script: str, *patches: str) -> bool:
-    """Whether a script or a patch has changed since a commit. A move alone is no change."""
-    files = [f":(glob)**/{script}.py", *(f"experiments/patches/{patch}.patch" for patch in patches)]
-    command = ["git", "diff", "--numstat", "--find-renames", commit.removesuffix("-dirty"), "--", *files]
-    diff = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return any(line.split()[:2] != ["0", "0"] for line in diff.splitlines())
-
-
-def print_stale() -> None:
-    """Print how many rows of which scripts, by file and commit, were made by other code than today's."""
-    for file in sorted(RESULTS.glob("*.jsonl")):
-        rows = [row for row in load(file.stem) if "script" in row]
-        rows = [row for row in rows if has_changed(row["commit"], row["script"], *row.get("patches", []))]
-        for (commit,), part in group_by(rows, "commit").items():
-            names = dict.fromkeys(row["script"] for row in part)
-            print(f"{file.name}, {commit}: {len(part)} rows of {', '.join(names)}")
-
-
 # --- running a script ---
 
 
 @cache
-def defaults(script: str) -> dict[str, str]:
-    """The flags of a script with their defaults, as its class Args has them. Does not import the script."""
-    tree = ast.parse(sync.paths()[script].read_text())
-    [args] = [node for node in tree.body if getattr(node, "name", "") == "Args"]
-    fields = [line for line in args.body if isinstance(line, ast.AnnAssign)]
-    flags = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
-    return {flag.target.id: ast.unparse(flag.value) for flag in flags}
+def defaults(script: str) -> dict:
+    """The flags of a script with their defaults."""
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    return {field.name: field.default for field in fields}
 
 
 def words_of(flags: dict) -> list[str]:
@@ -202,13 +179,9 @@ def label(run: dict) -> str:
     return ", ".join([f"`{command}`", *(f"`{patch}.patch`" for patch in run.get("patches", []))])
 
 
-def plot_rows(run: dict, *keys: str) -> list[dict]:
-    """The curves of a run as rows, one for each iteration: what tools/plot.py draws."""
-    rows = [{"iteration": i} for i in range(1, 1 + max(len(run[key]) for key in keys))]
-    for key in keys:
-        for row, value in zip(rows, run[key]):
-            row[key] = value
-    return rows
+def plot_rows(curves: dict[str, list]) -> list[dict]:
+    """The curves of a run by their metric as rows, one for each iteration, as tools/plot.py draws them."""
+    return [{"iteration": i} | dict(zip(curves, x)) for i, x in enumerate(zip(*curves.values()), 1)]
 
 
 def show(values: list[float]) -> str:
@@ -231,16 +204,5 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = (
 
 
 def print_commands(*commands: list[str]) -> None:
-    """Print commands as a code block, whose lines end before a flag."""
-    print("\n```")
-    for words in commands:
-        text = shlex.join(words).replace(" ", "\xa0").replace("\xa0--", " --")
-        lines = textwrap.wrap(text, 114, break_long_words=False, break_on_hyphens=False)
-        print(" \\\n    ".join(lines).replace("\xa0", " "))
-    print("```\n")
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--stale"]:
-        sys.exit(__doc__)
-    print_stale()
+    """Print commands as a code block."""
+    print("\n```", *map(shlex.join, commands), "```\n", sep="\n")

@@ -6,7 +6,6 @@
 A row has the mean of each metric over the first and over the last third.
 """
 
-import difflib
 from pathlib import Path
 
 import common
@@ -22,7 +21,7 @@ SHORT = {"num_iterations": 30}
 ONE = {"num_iterations": 1}
 EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 NO_CRITIC = {"gae_lambda": 1, "critic_learning_rate": 0}
-# Script, flags and a bug of tools/planted.py, by the name that the page uses
+# Script, flags and a bug of tools/planted.toml, by the name that the page uses
 RUNS = {
     "reinforce": ("reinforce", SHORT, ""),
     "reinforce broken": ("reinforce", SHORT, "baseline too low"),
@@ -74,17 +73,8 @@ def code(script: str, *functions: str) -> None:
 
 
 def rung(a: str, b: str, *functions: str) -> None:
-    """Print the number of lines in which two scripts differ, and how these functions differ."""
-
-    def differ(old: str, new: str) -> list[int]:
-        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
-        return [sum(line.startswith(sign) for line in lines) for sign in "-+"]
-
-    sources = [sync.paths()[name].read_text() for name in (a, b)]
-    out, into = differ(*(sync.OWN.findall(source)[1] for source in sources))
-    text = f"`make diff A={a} B={b}`: {out} lines removed and {into} added in the estimator block."
-    _, inserted = differ(*(sync.skeleton(source) for source in sources))
-    print(text + (f" {inserted} lines added elsewhere." if inserted else ""))
+    """Print the command that shows how two scripts differ, and how these functions do."""
+    print(f"`make diff A={a} B={b}`")
     for function in functions:
         sync.print_diff(a, b, function)
 
@@ -107,11 +97,11 @@ def commands(*names: str) -> None:
 
 def edit(name: str) -> None:
     """Print the lines that the bug of a run changes, and the commands that plant it, run it and undo it."""
-    _, _, bug = RUNS[name]
-    before = BUGS[bug].path().read_text()
-    lines = difflib.unified_diff(before.splitlines(), BUGS[bug].plant(before).splitlines(), n=0, lineterm="")
-    print("\n```diff", *(line for line in [*lines][2:] if line[0] in "-+"), "```", sep="\n")
-    print_commands(["python", "tools/planted.py", bug], command(name), ["git", "restore", command(name)[1]])
+    bug = BUGS[RUNS[name][2]]
+    print("\n```diff", *bug.changed_lines(), "```", sep="\n")
+    print_commands(
+        ["python", "tools/planted.py", bug.name], command(name), ["git", "restore", command(name)[1]]
+    )
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:

@@ -9,6 +9,7 @@ run does not count.
 """
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -26,20 +27,18 @@ TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "nu
 WORKLOADS = {"toy": TOY, "tail": TAIL}
 FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "dtype": "float32", "device": "cpu"}
 FLAGS |= {
-    "learning_rate": 1e-9,
     "eval_every": 0,
     "log_every": 10**6,
     "save_every": 0,
+    "learning_rate": 1e-9,
 }  # lengths hardly change
 COMMANDS = {
     "TRL": [ROOT / "experiments" / ".trl" / "bin" / "python", ROOT / "experiments" / "speed_trl.py"],
     "grpo.py": [sys.executable, ROOT / "grpo.py"],
 }
 # The peak of a process begins with that of the process which starts it, so a small one does.
-WATCH = (
-    "import os, subprocess, sys; process = subprocess.Popen(sys.argv[1:]); usage = os.wait4(process.pid, 0);"
-)
-WATCH += "print('peak', usage[2].ru_maxrss); sys.exit(usage[1] != 0)"
+WATCH = "import os, sys; _, code, usage = os.wait4(os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:]), 0); "
+WATCH += "print('peak', usage.ru_maxrss); sys.exit(code != 0)"
 
 
 def make_tail(folder: Path) -> None:
@@ -98,12 +97,10 @@ def summary() -> None:
 
 
 if __name__ == "__main__":
-    runs = [{"workload": name, "seed": seed} for name in WORKLOADS for seed in (1, 2, 3)]
-    cells = [
-        run | system
-        for run in runs
-        for system in ({"system": "TRL"}, {"system": "grpo.py", "script": "grpo"})
-    ]
+    cells = []
+    for workload, seed in itertools.product(WORKLOADS, (1, 2, 3)):
+        cells.append({"workload": workload, "seed": seed, "system": "TRL"})
+        cells.append({"workload": workload, "seed": seed, "system": "grpo.py", "script": "grpo"})
     with tempfile.TemporaryDirectory() as folder:
         make_tail(Path(folder))
         run_all("speed", cells, functools.partial(measure, Path(folder)), workers=1)

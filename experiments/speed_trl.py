@@ -37,10 +37,8 @@ class Clock(transformers.TrainerCallback):
 options = {"temperature": 1.0, "top_k": 0, "beta": 0.01, "bf16": False, "gradient_checkpointing": False}
 options |= {"lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none", "use_cpu": True}
 options |= {"learning_rate": float(flags["--learning_rate"]), "seed": int(flags["--seed"])}
-options |= {
-    "per_device_train_batch_size": micro_batch,
-    "gradient_accumulation_steps": batch // steps // micro_batch,
-}
+options |= {"per_device_train_batch_size": micro_batch}
+options |= {"gradient_accumulation_steps": batch // steps // micro_batch}
 options |= {"generation_batch_size": batch, "num_generations": samples, "max_completion_length": length}
 options |= {"max_steps": int(flags["--num_iterations"]) * steps, "logging_steps": 1, "disable_tqdm": True}
 cache = f"{flags['--run_dir']}/cache"  # grpo.py too reads the prompts in every run

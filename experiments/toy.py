@@ -28,12 +28,10 @@ class Experiment:
     seeds: int
     keys: list[str]  # metrics whose curves a row keeps, besides the evaluations
     columns: dict[str, Callable]  # by its head, the number of a run
+    shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
     line: Callable = label  # runs for which this gives the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
-    shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
-    judges: dict = field(
-        default_factory=dict
-    )  # rewards, by name, that evaluate the trained model after the run
+    judges: dict = field(default_factory=dict)  # by name, flags of grpo.py that evaluate the trained model
     picture: Callable | None = None  # gives the name of a run's line in docs/<name>.png, if it is there
 
 
@@ -68,6 +66,7 @@ EXPERIMENTS["toy_seeds"] = Experiment(
     picture=lambda run: None if run["flags"] else run["script"],
 )
 
+MODEL = {"reward": "toy/reward_model"}
 BETAS = {"β = 0": 1e-9, "β = 0.05": 0.05, "β = 1": 1.0}  # 1e-9, so that the KL is logged
 WITH_KL = sorted(script for script in POLICY_SCRIPTS if "kl_coef" in defaults(script))
 EXPERIMENTS["hacking"] = Experiment(
@@ -77,12 +76,7 @@ EXPERIMENTS["hacking"] = Experiment(
     columns=final("greedy 2-5") | last(10, "kl"),
     line=lambda run: f"`{run['script']}.py`",
     split=("kl_coef", BETAS),
-    shared={
-        "reward": "toy/reward_model",
-        "eval_reward": "exact_answer",
-        "eval_every": 5,
-        "num_iterations": 100,
-    },
+    shared=MODEL | {"eval_reward": "exact_answer", "eval_every": 5, "num_iterations": 100},
     picture=lambda run: f"beta {run['flags']['kl_coef']:g}" if run["script"] == "reinforce_pp" else None,
 )
 
@@ -94,8 +88,8 @@ EXPERIMENTS["preferences"] = Experiment(
     seeds=3,
     keys=[],
     columns=final(*CHAINS, "reward model 2-5"),
-    shared={"reward": "toy/reward_model", "eval_every": 0},
-    judges={"greedy": "exact_answer", "reward model": "toy/reward_model"},
+    shared=MODEL | {"eval_every": 0},
+    judges={"greedy": {"reward": "exact_answer"}, "reward model": MODEL},
 )
 
 # Two rewards that pull apart: a right answer, and a short response
@@ -136,29 +130,26 @@ EXPERIMENTS["staleness"] = Experiment(
 )
 
 TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]
+CALLS = ["score", "calls", "kl", "entropy", "grad_norm"]
 EXPERIMENTS["tool_use"] = Experiment(
     [("reinforce_pp_tools", *run) for run in TOOLS],
     seeds=3,
-    keys=["score", "calls", "kl", "entropy", "grad_norm"],
-    columns=first(3, "score", "calls")
-    | final(*SUMS)
-    | last(10, "score", "calls", "kl", "entropy", "grad_norm"),
+    keys=CALLS,
+    columns=first(3, "score", "calls") | final(*SUMS) | last(10, *CALLS),
 )
 
 
 # --- training, tables, pictures ---
 
 
-def measure(
-    experiment: Experiment, run_dir: Path, script: str, flags: dict, seed: int, patches=(), **env
-) -> dict:
+def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int, patches=(), **env) -> dict:
     shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
     env = {name.upper(): str(value) for name, value in env.items()}
     lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir, patches, **env)
     row = {key: curve(lines, key) for key in experiment.keys}
     evaluations = {"greedy": lines}
-    for name, reward in experiment.judges.items():
-        judge = {"model": run_dir / "model", "num_iterations": 0, "reward": reward}
+    for name, judge in experiment.judges.items():
+        judge = {"model": run_dir / "model", "num_iterations": 0} | judge
         evaluations[name] = train("grpo", judge, run_dir.parent / name)
     for name, lines in evaluations.items():
         keys = [key for key in lines[-1] if key.startswith("eval/score/")]
@@ -182,16 +173,15 @@ def table(name: str) -> None:
 def draw(name: str) -> None:
     """Draw docs/<name>.png."""
     experiment, groups = EXPERIMENTS[name], {}
-    for run in load(name):
-        keys = list(experiment.keys)
+    for run in filter(experiment.picture, load(name)):
+        curves = {key: run[key] for key in experiment.keys if run[key]}
         if "teacher" in defaults(run["script"]):
-            keys.remove("kl")  # it is not the KL to the start
-        points = common.plot_rows(run, *keys)
+            del curves["kl"]  # it is not the KL to the start
+        points = common.plot_rows(curves)
         if every := experiment.shared.get("eval_every"):
             greedy = enumerate(run["greedy 2-5"])
             points += [{"iteration": every * i, "eval/score/2-5": value} for i, value in greedy]
-        if line := experiment.picture(run):
-            groups.setdefault(line, []).append(points)
+        groups.setdefault(experiment.picture(run), []).append(points)
     plot.draw(groups, ROOT / "docs" / f"{name}.png")
 
 

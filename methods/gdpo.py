@@ -654,11 +654,12 @@ def open_run(args, state, dataset):
     flags = vars(args) | {"ranks": WORLD_SIZE}
     path = run_dir / "args.json"
     if path.exists():
+        old = json.loads(path.read_text())
         may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
         may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
         if not args.anneal_lr:
             may_change.add("num_iterations")
-        changed = dict(flags.items() - json.loads(path.read_text()).items()).keys() - may_change
+        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
         check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
@@ -685,9 +686,7 @@ def open_run(args, state, dataset):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
                 # What came after the checkpoint comes again. A kill may have torn the last line.
-                kept = [
-                    x for x in file if start and x.endswith(b"\n") and json.loads(x)["iteration"] <= start
-                ]
+                kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
     return run_dir, start
 

@@ -1,4 +1,4 @@
-"""Plant each bug of tools/planted.py in a copy of the repository, and check that its tests fail.
+"""Plant each bug of tools/planted.toml in a copy of the repository, and check that its tests fail.
 
     python tests/mutants.py        all bugs, two at a time; --only kl: those whose name contains kl
 

@@ -92,44 +92,8 @@ def print_group(args: Args) -> None:
         print(f"Left out: {'; '.join(left_out)}.\n")
 
 
-def print_gae() -> None:
-    """ppo's advantages of one response with score 1, before they are whitened."""
-    module, values = importlib.import_module("ppo"), torch.tensor([[0.5, 0.6, 0.9]], dtype=torch.float64)
-    rollout = make_rollout([1.0], [3], values=values)
-    lines = []
-    for gae_lambda in (0.0, 0.95, 1.0):
-        result = module.compute_advantages(module.Args(gae_lambda=gae_lambda), rollout)
-        raw = (result["returns"] - values)[0].tolist()  # a return is the advantage plus the value
-        lines.append([f"{gae_lambda:g}", *(f"{x:.3f}" for x in raw)])
-    table(["λ", *(f"token {t}, value {x:g}" for t, x in enumerate(values[0].tolist(), 1))], lines)
-
-
-def print_kl() -> None:
-    """k1, k2 and k3 of the two tokens of a vocabulary, their means, and the pushes of the two that are losses."""
-    lines, means = [], [0.0, 0.0, 0.0]
-    for token, policy, reference in ((1, 0.5, 0.25), (2, 0.5, 0.75)):
-        logprobs, ref_logprobs = torch.tensor([[[policy]], [[reference]]], dtype=torch.float64).log()
-        tensors = {"advantages": 0 * logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
-        batch = make_rollout([0.0], [1], **tensors)
-        numbers, pushes = [(logprobs - ref_logprobs).item()], []  # k1
-        for script in ("reinforce_pp_baseline", "grpo"):  # k2, k3
-            module = importlib.import_module(script)
-            loss, push = loss_and_push(module, module.Args(kl_coef=1.0), batch, logprobs, 1, 1)
-            numbers.append(loss)
-            pushes.append(push.item())
-        means = [mean + policy * x for mean, x in zip(means, numbers)]
-        cells = [f"{policy:g}", f"{reference:g}", *(f"{x:.3f}" for x in numbers + pushes)]
-        lines.append([f"token {token}", *cells])
-    lines.append(["mean under π", "", "", *(f"{x:.3f}" for x in means), "", ""])
-    table(["", "π", "π_ref", "k1", "k2", "k3", "push of k2", "push of k3"], lines)
-
-
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if len(args.scores) != len(args.lengths):
         sys.exit("error: give as many --lengths as --scores")
     print_group(args)
-    print("GAE of ppo.py, one response of three tokens with score 1, before whitening:")
-    print_gae()
-    print("KL estimators of one token, and their push as a loss with --kl_coef 1:")
-    print_kl()

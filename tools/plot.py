@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import mean
@@ -20,13 +19,6 @@ import tyro
 METRICS = "score kl response_length entropy loss accuracy margin".split()
 FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
-STYLES = ["-", "--", ":"]  # for more than 7 lines
-
-
-@dataclass
-class Args:
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders
-    out: Path = Path("plot.png")  # the picture
 
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:
@@ -52,20 +44,17 @@ def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]
     return groups
 
 
-def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
+def draw(groups: dict[str, list[list[dict]]], path: Path):
     """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
-    columns = min(columns, len(names))
-    height = math.ceil(len(names) / columns)
+    height = math.ceil(len(names) / 2)
     size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
-    figure, axes = plt.subplots(height, columns, layout="constrained", squeeze=False, **size)
-    handles = {}  # lines by their label
+    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, **size)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
     for axis, name in zip(axes.flat, names):
         for number, (label, seeds) in enumerate(groups.items()):
             values = defaultdict(list)  # by iteration
@@ -73,39 +62,33 @@ def draw(groups: dict[str, list[list[dict]]], path: Path, columns: int = 2):
                 if name in row:
                     values[row["iteration"]].append(row[name])
             xs = sorted(values)
-            color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
-            means = [mean(values[x]) for x in xs]
-            marker = "." if len(xs) < 10 else ""
-            [handles[label]] = axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker)
+            color, style = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
+            means, marker = [mean(values[x]) for x in xs], "." if len(xs) < 10 else ""
+            axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker, label=label)
             if len(groups) <= len(COLORS):  # more shades than that would hide the lines
                 ends = ([end(values[x]) for x in xs] for end in (min, max))
                 axis.fill_between(xs, *ends, color=color, alpha=0.15, linewidth=0)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.25)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
     figure.supxlabel("iteration", fontsize=10)
-    options = {"frameon": False, "loc": "outside upper center", "ncols": 4, "fontsize": 9}
-    figure.legend([*handles.values()], [*handles], **options)
+    handles = axes.flat[0].lines
+    figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
     save(figure, path)
     return figure
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as a PNG of 256 colours, a third of the bytes of a usual one, and close it."""
-    import matplotlib.pyplot as plt
+    """Write a PNG of 256 colours, a third of the bytes of a usual one."""
     from PIL import Image
 
-    figure.canvas.draw()
-    picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-    picture.convert("RGB").quantize(256).save(path, "PNG", optimize=True)
-    plt.close(figure)
+    figure.savefig(path)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
-def main(args: Args) -> None:
-    draw(group_runs([read_run(folder) for folder in args.runs]), args.out)
-    print(f"wrote {args.out}")
+def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path("plot.png")) -> None:
+    draw(group_runs([read_run(folder) for folder in runs]), out)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    tyro.cli(main, description=__doc__)

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import tyro
-from make_toy import CURRICULUM_FLAGS, HERE, make_tokenizer, make_untrained_model, train, write_jsonl
+from make_toy import CURRICULUM_FLAGS, HERE, save_untrained, train, write_jsonl
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "?", "call", "answer"]
 CALL_SHARE = 0.33  # of the demonstrations; the others guess
@@ -87,17 +87,14 @@ def make_data(seed: int) -> dict[str, list[dict]]:
 
 def main(seed: int = 0, out: Path = HERE / "tools") -> None:
     out.mkdir(parents=True, exist_ok=True)
-    data = make_data(seed)
-    for name in ("train", "heldout"):
-        write_jsonl(out / f"{name}.jsonl", data[name])
     with tempfile.TemporaryDirectory() as folder:
-        untrained, base = Path(folder, "untrained"), Path(folder, "base")
-        make_untrained_model(seed, len(WORDS)).save_pretrained(untrained)
-        make_tokenizer(WORDS).save_pretrained(untrained)
-        for name in ("curriculum", "demonstrations"):
-            write_jsonl(Path(folder, f"{name}.jsonl"), data[name])
-        train("sft.py", untrained, Path(folder, "curriculum.jsonl"), base, seed, CURRICULUM_FLAGS)
-        train("sft.py", base, Path(folder, "demonstrations.jsonl"), out / "policy", seed)
+        scratch = Path(folder)
+        for name, rows in make_data(seed).items():
+            write_jsonl((out if name in ("train", "heldout") else scratch) / f"{name}.jsonl", rows)
+        save_untrained(scratch / "untrained", seed, WORDS)
+        base = scratch / "base"
+        train("sft.py", scratch / "untrained", scratch / "curriculum.jsonl", base, seed, CURRICULUM_FLAGS)
+        train("sft.py", base, scratch / "demonstrations.jsonl", out / "policy", seed)
 
 
 if __name__ == "__main__":

@@ -71,27 +71,22 @@ def respond(rng: random.Random, chain: list) -> str:
     return worked_out(rng, chain, SLIP_RATE) if rng.random() < WORKED_SHARE else guess(rng, chain)
 
 
-def distinct_chains(rng: random.Random, counts: dict[int, int], taken: set) -> list:
-    """So many different chains of each number of numbers, none of them in taken, which grows by them."""
-    chains = []
-    for numbers, count in counts.items():
-        while count:
-            chain = make_chain(rng, numbers)
-            if prompt(chain) not in taken:
-                taken.add(prompt(chain))
-                chains.append(chain)
-                count -= 1
-    rng.shuffle(chains)
-    return chains
-
-
 def make_data(seed: int) -> dict[str, list[dict]]:
     """The rows of every JSONL file by its name; "curriculum" is used for training only and not committed."""
     rng = random.Random(seed)
     taken = set()
 
     def rows(counts: dict[int, int], **columns) -> list[dict]:
-        chains = distinct_chains(rng, counts, taken)
+        """So many chains of each number of numbers; all of all calls differ."""
+        chains = []
+        for numbers, count in counts.items():
+            end = len(chains) + count
+            while len(chains) < end:
+                chain = make_chain(rng, numbers)
+                if prompt(chain) not in taken:
+                    taken.add(prompt(chain))
+                    chains.append(chain)
+        rng.shuffle(chains)
         return [{"prompt": prompt(chain), "answer": str(value(chain))} | columns for chain in chains]
 
     heldout = rows({2: 32, 3: 56, 4: 56, 5: 56}, group="2-5")
@@ -161,13 +156,14 @@ def make_tokenizer(words=WORDS):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
-def make_untrained_model(seed: int, vocab_size: int = len(WORDS)):
-    """A Llama of 0.16 M parameters with random weights."""
+def save_untrained(folder: Path, seed: int, words=WORDS) -> None:
+    """A tokenizer, and a Llama of 0.16 M parameters with random weights."""
+    make_tokenizer(words).save_pretrained(folder)
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 128, "tie_word_embeddings": True}
-    ids = {"bos_token_id": None, "eos_token_id": WORDS.index("<eos>"), "pad_token_id": WORDS.index("<pad>")}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **ids))
+    sizes |= {"vocab_size": len(words), "max_position_embeddings": 128, "tie_word_embeddings": True}
+    ids = {"bos_token_id": None, "eos_token_id": words.index("<eos>"), "pad_token_id": words.index("<pad>")}
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids)).save_pretrained(folder)
 
 
 def train(script: str, model: Path, dataset: Path, out: Path, seed: int, flags=()) -> None:
@@ -183,19 +179,17 @@ def train(script: str, model: Path, dataset: Path, out: Path, seed: int, flags=(
 def main(seed: int = 0, out: Path = HERE) -> None:
     out.mkdir(parents=True, exist_ok=True)
     data = make_data(seed)
-    for name in data.keys() - {"curriculum"}:
-        write_jsonl(out / f"{name}.jsonl", data[name])
-    base, policy = out / "base", out / "policy"
-    with tempfile.TemporaryDirectory() as scratch:
-        untrained, curriculum = Path(scratch, "untrained"), Path(scratch, "curriculum.jsonl")
-        hints = Path(scratch, "hints.jsonl")
-        make_tokenizer().save_pretrained(untrained)
-        make_untrained_model(seed).save_pretrained(untrained)
-        write_jsonl(curriculum, data["curriculum"])
-        write_jsonl(hints, with_hints(random.Random(seed), data["demonstrations"]))
-        train("sft.py", untrained, curriculum, base, seed, CURRICULUM_FLAGS)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        write_jsonl(scratch / "curriculum.jsonl", data.pop("curriculum"))
+        write_jsonl(scratch / "hints.jsonl", with_hints(random.Random(seed), data["demonstrations"]))
+        for name, rows in data.items():
+            write_jsonl(out / f"{name}.jsonl", rows)
+        save_untrained(scratch / "untrained", seed)
+        base, policy = out / "base", out / "policy"
+        train("sft.py", scratch / "untrained", scratch / "curriculum.jsonl", base, seed, CURRICULUM_FLAGS)
         train("sft.py", base, out / "demonstrations.jsonl", policy, seed)
-        train("sft.py", base, hints, out / "hinted", seed)
+        train("sft.py", base, scratch / "hints.jsonl", out / "hinted", seed)
     pairs, heldout_pairs = out / "preferences_train.jsonl", out / "preferences_heldout.jsonl"
     train("reward_model.py", policy, pairs, out / "reward_model", seed, ("--eval_dataset", heldout_pairs))
     train("reinforce_pp.py", policy, out / "train.jsonl", out / "teacher", seed)

@@ -75,14 +75,14 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 @dataclass
 class Args:  # the comment behind a flag is its --help text
-    exp_name: str = Path(__file__).stem  # name of the run
+    exp_name: str = Path(__file__).stem  # names the folder in runs/, without --run_dir
     seed: int = 1  # of the order of prompts, of sampling and of minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, and all weights but A and B
     # Model and data
     model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, or folder or hub id (split train); `prompt` is text or a chat
-    eval_dataset: str | None = None  # held-out prompts (split test); the toy has some; `group` splits scores
+    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` splits their score
     # LoRA
     lora_rank: int = 16  # r: rows of A and columns of B
     lora_alpha: float = 32.0  # alpha: B A x is multiplied by lora_alpha / lora_rank
@@ -222,13 +222,13 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     P = prompt_ids.shape[1]
     T = args.max_response_length
     B = len(prompts) * samples_per_prompt
-    rows = torch.arange(B, device=device)
-    prompt_index = rows // samples_per_prompt  # (B,) the prompt of each row
+    all_rows = torch.arange(B, device=device)
+    prompt_index = all_rows // samples_per_prompt  # (B,) the prompt of each row
     sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
     old_logprobs = torch.zeros(B, T, device=device)
     entropy = torch.zeros_like(old_logprobs)
-    active = rows  # (b,) the rows without an EOS so far
+    active = all_rows  # (b,) the rows without an EOS so far
     inputs = model_inputs(prompt_ids, prompt_mask)
     cache = Cache(config=model.config)
     with autocast(args):  # around the loop, so that the weights are cast once
@@ -262,7 +262,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
         "response_mask": attention_mask[:, P:].bool(),
         "old_logprobs": old_logprobs,
         "entropy": entropy,
-        "truncated": torch.isin(rows, active),  # still without an EOS
+        "truncated": torch.isin(all_rows, active),  # still without an EOS
     }
 
 
@@ -377,10 +377,11 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
-        rollout["ref_logprobs"] = rollout["old_logprobs"]  # with --kl_coef 0 any would do: their weight is 0
         if reference:
             with policy.disable_adapter():
                 rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
+        else:  # any would do: with --kl_coef 0 their weight is 0
+            rollout["ref_logprobs"] = rollout["old_logprobs"]
         # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
 
@@ -625,7 +626,7 @@ def response_ids(rollout):
 
 def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
-    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
     columns["prompts"] = columns.pop("prompt")
     try:
         scores = reward(
@@ -636,10 +637,8 @@ def score(reward, tokenizer, rows, rollout):
     except SystemExit as error:  # which would end the run without a word
         raise RuntimeError("the reward called sys.exit") from error
     scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
-    check(
-        scores.shape == (len(rows),) and scores.isfinite().all(),
-        f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion",
-    )
+    is_valid = scores.shape == (len(rows),) and scores.isfinite().all()
+    check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
     return scores
 
 
@@ -658,7 +657,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
 
 
 def open_run(args, state, dataset):
-    """Start a run, or go on with the one in --run_dir. Returns the folder, and the iterations so far."""
+    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     flags = vars(args) | {"ranks": WORLD_SIZE}
     path = run_dir / "args.json"
@@ -668,7 +667,7 @@ def open_run(args, state, dataset):
         may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
         if not args.anneal_lr:
             may_change.add("num_iterations")
-        changed = [name for name in flags if flags[name] != old.get(name) and name not in may_change]
+        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
         check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
     else:
         check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
@@ -680,24 +679,24 @@ def open_run(args, state, dataset):
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
+
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
         atexit.register(lock.release)
+        if start == 0:
+            shutil.copy(__file__, run_dir)
         path.write_text(json.dumps(flags, indent=2))
-        shutil.copy(__file__, run_dir)
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
                 # What came after the checkpoint comes again. A kill may have torn the last line.
-                whole = [line for line in file if start and line.endswith(b"\n")]
-                kept = [line for line in whole if json.loads(line)["iteration"] <= start]
+                kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
     return run_dir, start
 
