@@ -79,7 +79,7 @@ def test_sync_carries_an_edit_into_every_script(folder):
     """Once and no more, and nothing else changes. A variant gets an edit of its parent's estimator, too."""
     assert sync.sync(folder) == 0
     assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)
-    place = "        # 3. Rollout: samples_per_prompt responses"
+    place = "        # 7. Update: each minibatch"
     edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
     edit(folder / "grpo.py", "log_ref_ratio.exp() - 1 -", "log_ref_ratio.expm1() -")
     edit(folder / "grpo.py", "    return float(all_sum(x.sum()))", "    return all_sum(x.sum()).item()")
@@ -99,8 +99,8 @@ def test_sync_carries_an_edit_into_every_script(folder):
 
 def test_sync_names_a_conflict_and_writes_nothing(folder, capsys):
     """ppo.py has its critic's step where grpo.py gets a line. Nor is a line of rloo.py alone overwritten."""
-    place = "        # 9. Evaluate, log and save\n"
-    edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
+    place = "                grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))\n"
+    edit(folder / "grpo.py", place, f"{place}                print('edit')\n")
     edit(folder / "rloo.py", "    optimizer.step()\n", "    optimizer.step()\n    print('mine')\n")
     before = {path: path.read_text() for path in folder.rglob("*.*")}
     assert sync.sync(folder) == 1
