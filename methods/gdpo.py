@@ -125,7 +125,7 @@ class Args:  # the comment behind a flag is its --help text
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: the sum of the rewards' normalized scores, over its std."""
     scores = rollout["scores"]  # (B, R)
-    R = scores.shape[1]
+    R = scores[0].numel()
     groups = scores.view(-1, args.samples_per_prompt, R)  # (prompts, k, R)
     weights = groups.new_tensor(args.reward_weights or [1.0] * R)
     check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
@@ -151,8 +151,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
     clip_losses = -torch.min(unclipped, clipped)  # (b, T)
     loss = (clip_losses.sum(1) / lengths).sum() / num_sequences
-    clip_fraction = (clipped < unclipped).sum() / num_tokens
-    return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
+    return loss, {"policy_loss": loss.detach(), "clip_fraction": (clipped < unclipped).sum() / num_tokens}
 
 
 # --- estimator: end -------------------------------------------------------------------------------------
