@@ -502,7 +502,7 @@ def load_model(args, name, auto_class):
         is_reward_model == wants_reward_model and not info["missing_keys"],
         f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
     )
-    check(tokenizer.eos_token, f"--model or --reward {name}: has no EOS token; save one in its tokenizer")
+    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
