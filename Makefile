@@ -25,9 +25,8 @@ tables: .venv/scripts .venv/group-test
 vectors: .venv/scripts
 	.venv/bin/python conformance/make_vectors.py
 
-# make test-long: kill runs and resume them, and break the scripts to see a test fail. An hour.
+# make test-long: break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
-	.venv/bin/python -m pytest -m long
 	.venv/bin/python tests/mutants.py
 
 # make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux

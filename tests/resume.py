@@ -1,6 +1,6 @@
 """Kill or interrupt a training run at a bad moment, and compare the folders of two runs.
 
-    resume.py KILL SCRIPT FLAGS...      run a script as the main program, until rank 0 is killed with SIGKILL
+    resume.py KILL SCRIPT FLAGS...      run a script as the main program, until it is killed with SIGKILL
 
 KILL is a moment and a number: with "torn checkpoint:2", the run dies when half of the second checkpoint is written. The
 other moments are "before rename" (of a checkpoint) and "half a model".
@@ -21,20 +21,19 @@ import torch
 
 
 def run_and_kill(kill: str, script: str, *flags: str) -> None:
-    moment, _, number = kill.partition(":")
+    moment, number = kill.split(":")
     times, save = count(1), torch.save
 
-    def die_if_due():
-        if next(times) == int(number):
+    def die_if_due(now: str):
+        if now == moment and next(times) == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(event: str, args: tuple):
         """Python calls it before it opens or renames a file."""
-        path = str(args[0]) if event in ("open", "os.rename") else ""
-        if moment == "before rename" and event == "os.rename" and "checkpoint" in path:
-            die_if_due()
-        if moment == "half a model" and "/model/" in path and "tokenizer" in path:
-            die_if_due()
+        if event == "os.rename" and "checkpoint" in str(args[0]):
+            die_if_due("before rename")
+        if event == "open" and "/model/tokenizer" in str(args[0]):
+            die_if_due("half a model")
 
     def save_in_two_parts(state, file):
         buffer = io.BytesIO()
@@ -42,13 +41,11 @@ def run_and_kill(kill: str, script: str, *flags: str) -> None:
         half = buffer.tell() // 2
         file.write(buffer.getvalue()[:half])
         file.flush()
-        if moment == "torn checkpoint":
-            die_if_due()
+        die_if_due("torn checkpoint")
         file.write(buffer.getvalue()[half:])
 
-    if kill and os.environ.get("RANK", "0") == "0":
-        torch.save = save_in_two_parts
-        sys.addaudithook(watch)
+    torch.save = save_in_two_parts
+    sys.addaudithook(watch)
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 
@@ -72,7 +69,7 @@ def without_clock(path: Path) -> list[dict]:
     """The lines of a .jsonl without the metrics that depend on the time."""
     lines = [json.loads(line) for line in path.open()]
     for line in lines:
-        for name in ("seconds", "tokens_per_second", "pairs_per_second"):
+        for name in ("tokens_per_second", "pairs_per_second"):
             line.pop(name, None)
     return lines
 

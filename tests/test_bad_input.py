@@ -1,14 +1,12 @@
 """Bad input gets one line that names the flag or the file and the remedy, and exit code 2."""
 
 import json
-import shlex
 import shutil
-import sys
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, words_of, write_jsonl
+from conftest import ROOT, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
@@ -25,7 +23,6 @@ DATA = {
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
-def several(completions, **columns): return [[1.0, 2.0]] * len(completions)
 def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
@@ -38,19 +35,7 @@ def bad(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
-    (folder / "torn.jsonl").write_text('{"prompt": "3 + 5 ?", "answer": "8"}\n{"prompt": "3 +')
     (folder / "reward.py").write_text(REWARDS)
-
-    shutil.copytree(TOY / "policy", folder / "pickled")
-    (folder / "pickled" / "model.safetensors").unlink()
-    toy = transformers.AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    torch.save(toy.state_dict(), folder / "pickled" / "pytorch_model.bin")
-    shutil.copytree(TOY / "policy", folder / "remote")
-    config = {"model_type": "mine"}
-    config["auto_map"] = {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
-    (folder / "remote" / "config.json").write_text(json.dumps(config))
-    (folder / "remote" / "modeling.py").write_text(f"open({str(folder / 'code ran')!r}, 'w')\n")
-
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
     save(folder / "chat", model, tokenizer)
@@ -60,41 +45,26 @@ def bad(tmp_path_factory):
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
-    shutil.copytree(TOY / "reward_model", folder / "three")
-    auto = transformers.AutoModelForSequenceClassification
-    auto.from_pretrained(TOY / "policy", num_labels=3).save_pretrained(folder / "three")
     return folder
 
 
 # The flags, and what must be in the message besides the value of the last flag.
 CASES = {
-    "batch and groups": ("--samples_per_prompt 4 --batch_size 10", "--batch_size 10: use a multiple of 4"),
     "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
     "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
     "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
-    "model in a pickle": ("--model {bad}/pickled", "model.safetensors"),
-    "reward misspelled": ("--reward exact_anwser", "model exact_anwser: use a folder"),
     "weights missing": ("--model {bad}/body_only", "1 weights missing", "policy as --model"),
     "model without EOS": ("--model {bad}/no_eos", "--model", "no EOS"),
-    "reward model as policy": ("--model {toy}/reward_model", "policy as --model"),
-    "no weight missing": ("--model {bad}/tied_judge", "SequenceClassification", "policy as --model"),
+    "reward model as policy": ("--model {bad}/tied_judge", "SequenceClassification", "policy as --model"),
     "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "content", "'user'"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),
-    "held-out prompt empty": ("--eval_every 1 --eval_dataset {bad}/empty_prompt.jsonl", "--eval_dataset"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "--model with a chat template", "'3 ?'"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
-    "prompts too long": ("--max_prompt_length 2", "0 of 16 prompts have 1 to 2 tokens", "or more"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
-    "wrong number of scores": (
-        "--reward {bad}/reward.py:wrong_number",
-        "--reward",
-        "return 16 finite scores",
-    ),
-    "several scores": ("--reward {bad}/reward.py:several", "return 16 finite scores, one for each"),
+    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "return 16 finite scores"),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
-    "reward model a causal LM": ("--reward {toy}/policy", "reward model as --reward"),
-    "reward model of 3 outputs": ("--reward {bad}/three", "return 16 finite scores"),
+    "policy as reward model": ("--reward {toy}/policy", "reward model as --reward"),
 }
 
 
@@ -108,24 +78,16 @@ def test_refused(case, bad, tmp_path, capsys):
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
-# What a library refuses, in a message that names the thing
-LIBRARY = {
-    "--model {bad}/remote": "trust_remote_code",
-    "--dataset no/such.jsonl": "no/such.jsonl",
-    "--dataset {bad}/torn.jsonl": "line 2 column 1",
-    "--reward {bad}/none.py:f": "none.py",
-    "--reward {bad}/reward.py:none": "none",
-}
-
-
-@pytest.mark.parametrize("words", LIBRARY)
-def test_refused_by_a_library(words, bad, tmp_path):
-    """No foreign code runs, and no run begins."""
-    flag, value = words.removeprefix("--").format(bad=bad).split()
-    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
-    with pytest.raises((OSError, ValueError, KeyError), match=LIBRARY[words]):
-        run("grpo", **flags | {flag: value})
-    assert not (tmp_path / "run").exists() and not (bad / "code ran").exists()
+def test_no_code_of_a_model_runs(tmp_path):
+    """transformers refuses it."""
+    shutil.copytree(TOY / "policy", tmp_path / "model")
+    config = {"model_type": "mine"}
+    config["auto_map"] = {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "modeling.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        run("grpo", model=tmp_path / "model", run_dir=tmp_path / "run")
+    assert not (tmp_path / "code ran").exists()
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
@@ -137,16 +99,13 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run", "num_iterations": 1}
     run("grpo", **flags)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    changes = {"seed": 2, "dataset": bad / "few.jsonl", "reward_clip": 3.0, "anneal_lr": True}
-    for name, value in changes.items():
-        if name == "dataset":
-            value = write_jsonl(tmp_path / "other.jsonl", DATA["good"])
+    other = write_jsonl(tmp_path / "other.jsonl", DATA["good"])
+    for name, value in {"seed": 2, "dataset": other, "reward_clip": 3.0, "anneal_lr": True}.items():
         said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
     assert "exp_name" in refused(capsys, run, "ppo", **flags)
-    assert "num_iterations" in refused(
-        capsys, run, "grpo", **flags | {"anneal_lr": True, "num_iterations": 2}
-    )
+    longer = flags | {"anneal_lr": True, "num_iterations": 2}
+    assert "num_iterations" in refused(capsys, run, "grpo", **longer)
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -172,31 +131,16 @@ def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
     assert "--batch_size 12: use a multiple of 16" in said
 
 
-def test_ranks_compare_flags_rows_weights_and_checkpoints(tmp_path, monkeypatch):
-    """Each changes the checksum that the ranks compare."""
-    seen, layers, path = [], [torch.nn.Linear(2, 2) for _ in range(2)], tmp_path / "args.json"
-    monkeypatch.setattr(grpo, "total", lambda x: seen.append(int(x)) or int(x))
+def test_ranks_that_differ(tmp_path, monkeypatch, capsys):
+    """In rows, weights, flags or checkpoint. total() stands in for ranks that all have the first checksum."""
+    seen, layers = [], [torch.nn.Linear(2, 2) for _ in range(2)]
+    monkeypatch.setattr(grpo, "total", lambda x: seen.append(int(x)) or seen[0])
 
     def open_run(layer=layers[0], rows=DATA["few"], **flags):
         return grpo.open_run(grpo.Args(run_dir=str(tmp_path), **flags), {"policy": layer}, rows)
 
     open_run()
-    open_run(rows=DATA["chat"])
-    open_run(layers[1])
-    path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
-    open_run(seed=2)
+    for change in ({"rows": DATA["chat"]}, {"layer": layers[1]}, {"track": True}):  # a flag that may change
+        assert "the ranks differ" in refused(capsys, open_run, **change)
     grpo.save_checkpoint(tmp_path, 1, {"policy": layers[0]})
-    open_run(seed=2)
-    assert len(set(seen)) == 5
-
-
-def test_ranks_that_differ_get_one_line(tmp_path):
-    for rank, answer in (("0", "8"), ("1", "9")):
-        write_jsonl(tmp_path / f"data{rank}.jsonl", [GOOD | {"answer": answer}] * 16)
-    flags = {"dataset": tmp_path / "dataRANK.jsonl", "run_dir": tmp_path / "run", "num_iterations": 1}
-    flags |= {"batch_size": 16, "eval_every": 0, "max_response_length": 8, "device": "cpu"}
-    command = shlex.join([sys.executable, f"{ROOT}/grpo.py", *words_of(**flags)]).replace("RANK", "$RANK")
-    result = launch("--no-python", "bash", "-c", command, ranks=2, check=False)
-    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert result.returncode != 0 and "the ranks differ in" in said
-    assert not (tmp_path / "run").exists()
+    assert "the ranks differ" in refused(capsys, open_run)

@@ -41,6 +41,7 @@ def flags_of(name: str, folder, epochs: int = 0) -> dict:
     return flags | {
         "samples_per_prompt": k,
         "reward_scale": 2.0,
+        "missing_eos_penalty": 0.5,
         "max_response_length": 16,
         "num_iterations": 2,
     }

@@ -7,9 +7,9 @@ All cases of a number of ranks run in one launch of driver.py. The parameter `na
 import dataclasses
 import importlib
 
+import driver
 import pytest
 from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, is_for_0_and_1, read_jsonl, write_jsonl
-from driver import fixed_response, reward
 from zoo import STAGE_DATA, few, make_model, make_tokenizer, record, save
 
 DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo has its own test below
@@ -19,12 +19,12 @@ DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo 
 def folder(tmp_path_factory):
     """The data of all cases."""
     folder = tmp_path_factory.mktemp("ranks")
-    rows = {row["prompt"]: row for row in read_jsonl(ROOT / "toy" / "train.jsonl")}
-    write_jsonl(folder / "train.jsonl", [*rows.values()][:200])
+    rows = read_jsonl(ROOT / "toy" / "train.jsonl")
+    write_jsonl(folder / "train.jsonl", rows[:200])
     write_jsonl(folder / "heldout.jsonl", read_jsonl(ROOT / "toy" / "heldout.jsonl")[::8])
     write_jsonl(folder / "same.jsonl", [{"prompt": "3 + 5 - 2 + 4 ?", "answer": "0"}] * 96)
-    threes = [row for prompt, row in rows.items() if prompt.startswith("3")]
-    others = [row for prompt, row in rows.items() if not prompt.startswith("3")]
+    threes = [row for row in rows if row["prompt"][0] == "3"]
+    others = [row for row in rows if row["prompt"][0] != "3"]
     write_jsonl(folder / "threes.jsonl", [*threes[:12], *others[:36]])
     save(folder / "start", make_model("llama"), make_tokenizer())
     for name in STAGE_DATA:
@@ -38,68 +38,55 @@ def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
     flags = {"model": folder / "start", "dataset": data, "num_epochs": 1, "batch_size": 16}
     flags |= {"max_grad_norm": 1e9, "warmup_iterations": 0}
     flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
-    sizes = {"fixed": 3} | ({"whole": 16} if ranks == 1 else {})
-    return {case: flags | {"micro_batch_size": size} for case, size in sizes.items()}
+    return {"fixed": flags | {"micro_batch_size": 3}, "whole": flags | {"micro_batch_size": 16}}
 
 
-def cases_of(name: str, ranks: int, folder, out) -> dict[str, dict]:
+def policy_cases(name: str, ranks: int, folder) -> dict[str, dict]:
     """The flags of a policy script's runs on so many ranks."""
     common = {"dataset": folder / "train.jsonl", "batch_size": 48, "max_response_length": 12}
-    reward = f"{ROOT}/tests/driver.py:{'right_or_wrong' if is_for_0_and_1(name) else 'reward'}"
-    fixed = {**common, "reward": reward, "num_iterations": 1, "max_grad_norm": 1e9}
+    reward = "right_or_wrong" if is_for_0_and_1(name) else "reward"
+    fixed = common | {"reward": f"{driver.__file__}:{reward}", "num_iterations": 1, "max_grad_norm": 1e9}
+    if name == "gdpo":
+        fixed["reward"] = f"{driver.__file__}:two_rewards"
     fields = [field.name for field in dataclasses.fields(importlib.import_module(name).Args)]
     if "kl_coef" in fields:
         fixed["kl_coef"] = 0.3
     if "num_minibatches" in fields:
         fixed["num_minibatches"] = 1  # they are drawn rank by rank: two would be others on other ranks
-    if name == "gdpo":
-        fixed["reward"] = f"{ROOT}/tests/driver.py:two_rewards"
     if name == "rloo":
         fixed["reward_zscore"] = True
     if name == "grpo":  # evaluation is the same code in all
         fixed["eval_dataset"] = folder / "heldout.jsonl"
-    sampled = {**common, "num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}
-    same = {**sampled, "dataset": folder / "same.jsonl", "num_iterations": 2, "learning_rate": 0.0}
-
-    cases = {"fixed": {**fixed, "micro_batch_size": 9 - 2 * ranks}}
-    if ranks == 1:
-        cases["whole"] = {**fixed, "micro_batch_size": 48}
+    cases = {"fixed": fixed | {"micro_batch_size": 9 - 2 * ranks}, "whole": fixed | {"micro_batch_size": 48}}
+    sampled = common | {"num_iterations": 3, "micro_batch_size": 9, "temperature": 0.7}
     if name in DRAWN:
         cases["sampled"] = sampled
-    if name == "grpo" and ranks == 2:
-        cases["same"] = same
-    if name == "ppo" and ranks == 2:
-        resumed = sampled | {"run_dir": out / "resumed"}
+    if name == "grpo":
+        same = folder / "same.jsonl"
+        cases["same"] = sampled | {"dataset": same, "num_iterations": 2, "learning_rate": 0.0}
+    if name == "ppo":
+        resumed = sampled | {"run_dir": folder / f"resumed{ranks}"}
         cases |= {"stopped": resumed | {"num_iterations": 2}, "resumed": resumed}
-    if name == "dapo" and ranks == 2:
-        threes = f"{ROOT}/tests/driver.py:reward_of_threes"
-        cases["threes"] = sampled | {"dataset": folder / "threes.jsonl", "reward": threes, "batch_size": 32}
+    if name == "dapo":
+        threes = {"dataset": folder / "threes.jsonl", "reward": f"{driver.__file__}:reward_of_threes"}
+        cases["threes"] = sampled | threes | {"batch_size": 32}
     return cases
 
 
-def record_all(ranks: int, folder, out, request) -> dict[tuple, list[dict]]:
-    """By script and case, what each rank saw; only of scripts whose tests are selected."""
-    keys, cases = [], []
-    for name in {
-        item.callspec.params["name"]: 0 for item in request.session.items if item.path == request.path
-    }:
-        its_cases = (
-            stage_cases(name, ranks, folder) if name in STAGE_DATA else cases_of(name, ranks, folder, out)
-        )
-        for case, flags in its_cases.items():
-            keys.append((name, case))
-            cases.append({"script": name, "sample": case not in ("fixed", "whole"), "flags": flags})
-    return dict(zip(keys, record(out, cases, ranks)))
-
-
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory, request):
-    return record_all(1, folder, tmp_path_factory.mktemp("alone"), request)
-
-
-@pytest.fixture(scope="module")
-def pair(folder, tmp_path_factory, request):
-    return record_all(2, folder, tmp_path_factory.mktemp("pair"), request)
+def runs(folder, tmp_path_factory, request):
+    """By number of ranks, script and case, what each rank saw; only of scripts whose tests are selected."""
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    result = {}
+    for ranks in (1, 2):
+        keys, cases = [], []
+        for name in dict.fromkeys(names):
+            cases_of = stage_cases if name in STAGE_DATA else policy_cases
+            for case, flags in cases_of(name, ranks, folder).items():
+                keys.append((ranks, name, case))
+                cases.append({"script": name, "sample": case not in ("fixed", "whole"), "flags": flags})
+        result |= zip(keys, record(tmp_path_factory.mktemp("ranks"), cases, ranks))
+    return result
 
 
 def joined(seen: list[dict], key: str) -> list:
@@ -113,9 +100,8 @@ def check_denominators(seen: list[dict]) -> None:
     for step, counts, _ in joined(seen, "calls"):
         steps.setdefault(step, []).append(counts)
     for counts in steps.values():
-        sequences = sum(numbers[0] for numbers in counts)
-        tokens = sum(numbers[1] for numbers in counts)
-        assert all(numbers[2:] == (sequences, tokens) for numbers in counts)
+        sequences, tokens, *told = zip(*counts)
+        assert all(x == (sum(sequences), sum(tokens)) for x in zip(*told))
 
 
 def check_gradients(whole: dict, seen: list[dict]) -> None:
@@ -148,20 +134,16 @@ def check_same(name: str, whole: dict, seen: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
-def test_gradients_do_not_depend_on_micro_batches(alone, name):
-    check_same(name, alone[name, "whole"][0], alone[name, "fixed"])
-
-
-@pytest.mark.parametrize("name", POLICY_SCRIPTS)
-def test_gradients_do_not_depend_on_ranks(alone, pair, name):
-    check_same(name, alone[name, "whole"][0], pair[name, "fixed"])
+def test_gradients_depend_on_neither_micro_batches_nor_ranks(runs, name):
+    for seen in (runs[1, name, "fixed"], runs[2, name, "fixed"]):
+        check_same(name, runs[1, name, "whole"][0], seen)
 
 
 @pytest.mark.parametrize("name", STAGE_DATA)
-def test_stages_depend_on_neither_micro_batches_nor_ranks(alone, pair, name):
+def test_stages_depend_on_neither_micro_batches_nor_ranks(runs, name):
     """Gradients and metrics of sft.py, reward_model.py and dpo.py."""
-    (whole,) = alone[name, "whole"]
-    for seen in (alone[name, "fixed"], pair[name, "fixed"]):
+    (whole,) = runs[1, name, "whole"]
+    for seen in (runs[1, name, "fixed"], runs[2, name, "fixed"]):
         check_gradients(whole, seen)
         for line, expected in zip(seen[0]["metrics"], whole["metrics"], strict=True):
             if name == "dpo" and "accuracy" in line:  # of margins that are 0, except for rounding
@@ -170,21 +152,21 @@ def test_stages_depend_on_neither_micro_batches_nor_ranks(alone, pair, name):
 
 
 @pytest.mark.parametrize("name", SKELETONS)
-def test_every_response_has_its_own_score(alone, tokenizer, name):
+def test_every_response_has_its_own_score(runs, tokenizer, name):
     """In remax.py the greedy response, which is number 0, has one too."""
-    (seen,) = alone[name, "whole"]
+    (seen,) = runs[1, name, "whole"]
     k = len(seen["prompts"]) // len({tuple(ids) for ids in seen["prompts"]})
     for i, (ids, scores) in enumerate(zip(seen["prompts"], seen["scores"], strict=True)):
         for score, number in zip(scores, (1 + i % k, 0)):
-            response = tokenizer.decode(fixed_response(ids, number), skip_special_tokens=True)
-            assert [score] == pytest.approx(reward([response], [tokenizer.decode(ids)]))
+            response = tokenizer.decode(driver.fixed_response(ids, number), skip_special_tokens=True)
+            assert [score] == pytest.approx(driver.reward([response], [tokenizer.decode(ids)]))
     assert len({scores[0] for scores in seen["scores"]}) > 8
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_ranks_sample_different_prompts_and_stay_equal(alone, pair, name):
+def test_ranks_sample_different_prompts_and_stay_equal(runs, name):
     """Three iterations: the same weights to the last bit, a ratio of 1 at first, each prompt once."""
-    (one,), two = alone[name, "sampled"], pair[name, "sampled"]
+    (one,), two = runs[1, name, "sampled"], runs[2, name, "sampled"]
     assert two[0]["digests"] == two[1]["digests"] != one["digests"]
     assert sorted(joined(two, "prompts")) == sorted(one["prompts"])
     prompts = [tuple(ids) for ids in one["prompts"]]
@@ -198,25 +180,25 @@ def test_ranks_sample_different_prompts_and_stay_equal(alone, pair, name):
 
 
 @pytest.mark.parametrize("name", ["grpo"])
-def test_draws_differ_between_ranks_and_iterations(pair, name):
+def test_draws_differ_between_ranks_and_iterations(runs, name):
     """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
-    draws = [str(responses) for responses in joined(pair[name, "same"], "responses")]
+    draws = [str(responses) for responses in joined(runs[2, name, "same"], "responses")]
     assert len(draws) == 4 == len(set(draws))
 
 
 @pytest.mark.parametrize("name", ["ppo"])
-def test_two_ranks_resume_to_the_last_bit(pair, name):
+def test_two_ranks_resume_to_the_last_bit(runs, name):
     """Of all scripts, ppo.py has the most in its checkpoint. test_runs.py has kills on one rank."""
-    whole, resumed = pair[name, "sampled"], pair[name, "resumed"]
+    whole, resumed = runs[2, name, "sampled"], runs[2, name, "resumed"]
     assert resumed[0]["metrics"] == whole[0]["metrics"] and len(whole[0]["metrics"]) == 3
     for one, other in zip(whole, resumed):
         assert one["digests"][1:] == other["digests"][1:]  # of the weights
 
 
 @pytest.mark.parametrize("name", ["dapo"])
-def test_two_ranks_sample_as_often_as_each_needs(pair, name):
+def test_two_ranks_sample_as_often_as_each_needs(runs, name):
     """One has enough while the other goes on; the weights stay equal and the denominators are those of all."""
-    seen = pair[name, "threes"]
+    seen = runs[2, name, "threes"]
     rollouts = [len(rank["responses"]) for rank in seen]
     assert rollouts[0] != rollouts[1] and min(rollouts) >= 3
     assert seen[0]["digests"] == seen[1]["digests"]

@@ -1,5 +1,6 @@
 """The three kinds of reward, and how a score is processed before the advantage."""
 
+import copy
 import importlib
 
 import datasets
@@ -9,9 +10,8 @@ import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from zoo import PAIRS, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+from zoo import PAIRS, make_model, make_tokenizer, recorded, run, run_stage, save
 
-import gdpo
 import grpo
 import ppo
 import reward_model
@@ -43,43 +43,25 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
     return grpo.score(loaded, tokenizer, rows, rollout)
 
 
-@pytest.mark.parametrize(
-    "completion, answer, expected",
-    [
-        ("answer 3 answer  8 ", 8, 1),  # the last "answer" counts; a number in the column
-        ("answer 8 answer 3", "8", 0),
-        ("answer 8 or 9", "8", 0),
-        (" 8", " 8\n", 1),  # without "answer" the whole completion counts
-    ],
-)
-def test_exact_answer(completion, answer, expected):
-    assert grpo.exact_answer(completions=[completion], answer=[answer], more=["?"]) == [expected]
+def test_exact_answer_compares_what_follows_the_last_answer():
+    texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8"]
+    assert grpo.exact_answer(texts, answer=[8, "8", "8", " 8\n"]) == [1, 0, 0, 1]
 
 
-def test_a_function_is_called_by_keyword_with_every_column(tmp_path):
+def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
+    """What it does to a prompt is not seen by the next iteration."""
+    rows = [row | {"prompt": [{"content": row["prompt"]}]} for row in ROWS]
+    before = copy.deepcopy(rows)
     (tmp_path / "mine.py").write_text(
         "import math\n"
         "def length(completions, truncated, prompts, answer, **columns):\n"
-        f"    assert completions == {RESPONSES} and prompts == {PROMPTS}\n"
+        f"    assert completions == {RESPONSES} and prompts == {[row['prompt'] for row in rows]}\n"
         "    assert answer == ['8', '8', '0'] and truncated == [False, True, False]\n"
+        "    prompts[0].append('more')\n"
         "    return [math.sqrt(len(text.split())) for text in completions]\n"
     )
-    expected = [8**0.5, 2**0.5, 5**0.5]
-    assert scores(f"{tmp_path}/mine.py:length").tolist() == pytest.approx(expected)
-
-
-def test_a_reward_gets_copies(tmp_path):
-    """What it does to a prompt is not seen by the next iteration, which has the same two prompts."""
-    save(tmp_path / "model", make_model("llama"), make_tokenizer(chat=True))
-    write_jsonl(tmp_path / "p.jsonl", [{"prompt": row["prompt"]} for row in CHATS[:2]])
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, completions, **columns):\n"
-        "    assert [len(prompt) for prompt in prompts] == [1] * 16\n"
-        "    for prompt in prompts: prompt.append('more')\n"
-        "    return [0.0] * 16\n"
-    )
-    flags = {"model": tmp_path / "model", "dataset": tmp_path / "p.jsonl", "reward": f"{tmp_path}/mine.py:f"}
-    run("grpo", run_dir=tmp_path / "run", **flags)
+    found = scores(f"{tmp_path}/mine.py:length", rows=rows)
+    assert found.tolist() == pytest.approx([8**0.5, 2**0.5, 5**0.5]) and rows == before
 
 
 def test_values_of_a_dataset_keep_their_type(tmp_path):
@@ -98,18 +80,15 @@ def test_values_of_a_dataset_keep_their_type(tmp_path):
 def test_scores_are_processed_in_order():
     raw, truncated = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([False, True, False])
 
-    def process(**flags):
-        return grpo.process_scores(grpo.Args(**flags), raw, truncated)
+    def process(scores=raw, **flags):
+        return grpo.process_scores(grpo.Args(**flags), scores, truncated)
 
-    assert process().tolist() == raw.tolist()
     assert process(missing_eos_penalty=0.5, reward_scale=2.0).tolist() == [2.0, -3.0, 6.0]
-    assert process(missing_eos_penalty=0.5, reward_scale=2.0, reward_clip=2.5).tolist() == [2.0, -2.5, 2.5]
     penalized = torch.tensor([1.0, -1.5, 3.0])
     expected = (penalized - penalized.mean()) / penalized.std(correction=0)
     torch.testing.assert_close(process(missing_eos_penalty=0.5, reward_zscore=True), expected)
     assert process(reward_zscore=True, reward_clip=1.0).tolist()[1:] == [-1.0, 1.0]  # clipped last
-    equal = grpo.process_scores(grpo.Args(reward_zscore=True), torch.ones(3), truncated)
-    assert equal.tolist() == [0.0, 0.0, 0.0]
+    assert process(torch.ones(3), reward_zscore=True).tolist() == [0.0, 0.0, 0.0]
 
 
 def save_reward_model(folder, tokenizer, pad_token_id=0):
@@ -129,21 +108,13 @@ def assert_scores(found, folder, texts: list[list[int]]):
 
 
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
-def test_a_reward_model_reads_prompt_and_response_and_eos(tmp_path, pad_token_id, micro_batch_size):
-    tokenizer = make_tokenizer(pad="<eos>")
-    save_reward_model(tmp_path, tokenizer, pad_token_id)
-    found = scores(tmp_path, tokenizer, micro_batch_size=micro_batch_size)
-    texts = zip(PROMPTS, RESPONSES, ENDED)
-    expected = [tokenizer(f"{prompt} {response}")["input_ids"] + [1] * end for prompt, response, end in texts]
-    assert_scores(found, tmp_path, expected)
-
-
 @pytest.mark.parametrize("chats", [False, True])
-def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, tokenizer, chats):
+def test_a_reward_model_reads_prompt_response_and_eos_as_its_own_tokenizer_does(
+    tmp_path, tokenizer, chats, pad_token_id
+):
     """The policy's words have other ids. The turn of a truncated response stays open and gets no EOS."""
-    own = make_tokenizer(bos=True, chat=True)
-    save_reward_model(tmp_path, own)
+    own = make_tokenizer(bos=True, chat=True, pad="<eos>")
+    save_reward_model(tmp_path, own, pad_token_id)
     assert tokenizer("think")["input_ids"] != own("think", add_special_tokens=False)["input_ids"]
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
     texts = []
@@ -152,7 +123,7 @@ def test_a_reward_model_has_its_own_tokenizer_and_template(tmp_path, tokenizer, 
         if not chats:  # a text stays a text
             text = f"{prompt} {response}" + " <eos>" * end
         texts.append(own(text)["input_ids"])  # with its BOS
-    assert_scores(scores(tmp_path, tokenizer, rows), tmp_path, texts)
+    assert_scores(scores(tmp_path, tokenizer, rows, micro_batch_size=2), tmp_path, texts)
 
 
 @pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
@@ -163,8 +134,6 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
     start = save(tmp_path / "start", make_model("llama"), tokenizer)
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
     run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
-    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert "eval/loss" not in line  # not evaluated on the toy's pairs
     own = transformers.AutoTokenizer.from_pretrained(folder)
     ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
     form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
@@ -203,56 +172,27 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
 
-TWO_REWARDS = """
+REWARDS = """
+def one(completions, **_): return [3 + x.count("3") for x in completions]
 def two(completions, **_): return [[3.0 + len(x), -2.0 * x.count("3")] for x in completions]
 """
 
 
-def test_gdpo_processes_and_logs_each_reward_alone(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine.py").write_text(TWO_REWARDS)
-    advantages = recorded(monkeypatch, gdpo, "compute_advantages")
-    flags = {"reward": f"{tmp_path}/mine.py:two", "num_iterations": 1, "max_response_length": 4}
-    flags |= {"missing_eos_penalty": 0.5, "reward_scale": 2.0, "reward_clip": 20.0}
-    run("gdpo", run_dir=tmp_path / "run", **flags)
-    ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    raw = rollout["all_scores"]
-    assert 0 < rollout["truncated"].sum() < 16 and raw.shape == (16, 2) and (raw.std(0) > 0).all()
-    expected = (2 * (raw - 0.5 * rollout["truncated"][:, None])).clamp(-20, 20)
-    torch.testing.assert_close(rollout["scores"], expected)
-    means = [line["score/0"], line["score/1"], line["score"]]
-    assert means == pytest.approx([*raw.mean(0).tolist(), raw.sum(1).mean().item()])
-
-    # As many rewards as columns of tokens, and rows that have no token in the last of these
-    rollout["scores"] = torch.arange(16.0 * rollout["response_mask"].shape[1]).view(16, -1)
-    for part, batch in gdpo.micro_batches(rollout, torch.arange(16), 1):
-        assert torch.equal(batch["scores"], rollout["scores"][part])
-
-    said = refused(capsys, run, "gdpo", run_dir=tmp_path / "other", reward_weights=0.5, **flags)
-    assert "--reward_weights [0.5]: give 2, one for each reward" in said
-
-
-@pytest.mark.parametrize("script", ["grpo", "remax"])
-def test_a_run_trains_on_processed_scores_and_logs_the_raw_ones(script, tmp_path, monkeypatch):
-    """In remax.py the greedy response gets its own penalty. equal_groups are those with equal raw scores."""
+@pytest.mark.parametrize("script", ["grpo", "remax", "gdpo"])
+def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
+    """In remax.py the greedy response gets its own penalty, in gdpo.py each reward. Raw ones: test_metrics.py."""
     module = importlib.import_module(script)
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
     advantages = recorded(monkeypatch, module, "compute_advantages")
-    (tmp_path / "mine.py").write_text(
-        "def f(completions, **_): return [3 + x.count('3') for x in completions]"
-    )
-    flags = {"reward": f"{tmp_path}/mine.py:f", "reward_scale": 2.0, "missing_eos_penalty": 0.5}
-    flags |= {"samples_per_prompt": 2, "num_iterations": 1, "max_response_length": 4}
-    run(script, run_dir=tmp_path / "run", **flags)
-    ((_, rollout), _), (line,) = advantages[0], read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    raw = scored[0][1]
-    assert line["score"] == pytest.approx(float(raw.mean()))
-    is_equal = raw[::2] == raw[1::2]
-    assert line["equal_groups"] == float(is_equal.double().mean()) not in (0, 1)
-    assert (rollout["scores"][::2] != rollout["scores"][1::2])[is_equal].any()  # by the penalty
+    (tmp_path / "mine.py").write_text(REWARDS)
+    flags = {"reward": f"{tmp_path}/mine.py:{'two' if script == 'gdpo' else 'one'}", "reward_scale": 2.0}
+    flags |= {"missing_eos_penalty": 0.5, "reward_clip": 20.0, "samples_per_prompt": 2}
+    run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
+    (_, rollout), _ = advantages[0]
     assert 0 < rollout["truncated"].sum() < 16
-    assert len(scored) == (2 if script == "remax" else 1)
-    for name, (_, raw_scores), (_, sampled) in zip(("scores", "greedy_scores"), scored, generated):
-        processed = 2 * (raw_scores - 0.5 * sampled["truncated"])
-        of_each = processed if name == "scores" else processed.repeat_interleave(2)  # response
-        torch.testing.assert_close(rollout[name], of_each)
-    assert script == "grpo" or (generated[1][1]["truncated"] != rollout["truncated"][::2]).any()
+    names = ["scores", "greedy_scores"] if script == "remax" else ["scores"]
+    for name, (_, raw), (_, sampled) in zip(names, scored, generated, strict=True):
+        raw = rollout.get("all_scores", raw)
+        penalized = raw.view(len(raw), -1) - 0.5 * sampled["truncated"][:, None]
+        expected = (2 * penalized).clamp(-20, 20).view_as(raw)
+        torch.testing.assert_close(rollout[name], expected.repeat_interleave(16 // len(raw), 0))

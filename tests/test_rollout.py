@@ -8,7 +8,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import write_jsonl
-from zoo import ARCHITECTURES, make_model, make_tokenizer, run, save
+from zoo import ARCHITECTURES, make_model, make_tokenizer, save
 
 import grpo
 import ppo
@@ -47,64 +47,55 @@ def attended(rollout, i: int) -> torch.Tensor:
     return rollout["sequences"][i][rollout["attention_mask"][i].bool()]
 
 
+def plain_logits(model, rollout, i: int) -> torch.Tensor:
+    """Those of the tokens of response i, from one forward pass without padding, mask and cache."""
+    n = int(rollout["response_mask"][i].sum())
+    with torch.no_grad():
+        return model(attended(rollout, i)[None]).logits[0, -n - 1 : -1].float()
+
+
 def test_log_probs_and_entropy_are_those_of_a_plain_forward(model):
-    """When they are sampled, and when they are computed again in micro-batches. The plain forward reads one sequence at
-    a time, without padding, mask and cache."""
+    """When they are sampled, and when they are computed again in micro-batches without a column of padding."""
     rollout = generate(model, samples=4, max_response_length=14, temperature=0.6)
     sampled, entropy, mask = rollout["old_logprobs"], rollout["entropy"], rollout["response_mask"]
-    lengths = mask.sum(1).tolist()
-    assert len(set(lengths)) > 2
     assert not any(x.requires_grad for x in rollout.values())
-    again = torch.zeros_like(sampled)
+    again, widths = torch.zeros_like(sampled), []
     with torch.no_grad():
         for index, batch in grpo.micro_batches(rollout, torch.arange(28), 8):
+            assert len(index) <= 8 and batch["attention_mask"].any(0).all()
             logprobs = token_logprobs(model, batch, 0.6)
-            again[index, : logprobs.shape[1]] = logprobs
-        for i, n in enumerate(lengths):
-            ids = attended(rollout, i)
-            assert ids[:-n].tolist() == IDS[i // 4]
-            logits = model(ids[None]).logits[0, -n - 1 : -1].float() / 0.6
-            logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
-            torch.testing.assert_close(sampled[i, :n], logprobs, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(again[i, :n], logprobs, rtol=1e-4, atol=1e-4)
-            expected = torch.distributions.Categorical(logits=logits).entropy()
-            torch.testing.assert_close(entropy[i, :n], expected, rtol=1e-4, atol=1e-4)
+            widths.append(logprobs.shape[1])
+            again[index, : widths[-1]] = logprobs
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+    for i, n in enumerate(mask.sum(1)):
+        ids = attended(rollout, i)
+        assert ids[:-n].tolist() == IDS[i // 4]
+        logits = plain_logits(model, rollout, i) / 0.6
+        logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
+        torch.testing.assert_close(sampled[i, :n], logprobs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(again[i, :n], logprobs, rtol=1e-4, atol=1e-4)
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(entropy[i, :n], expected, rtol=1e-4, atol=1e-4)
     for x in (sampled, entropy, again):
         assert x.dtype == torch.float32 and (x[~mask] == 0).all()
 
-
-def test_greedy_is_that_of_transformers(model):
-    """Prompt by prompt, with several EOS ids, so that rows leave the batch at different times."""
-    stop_ids = STOP_IDS[::3]  # with all of them a small random model stops at once
-    model.generation_config.eos_token_id = stop_ids
-    rollout = generate(model, greedy=True, max_response_length=14)
-    for i, prompt in enumerate(IDS):
-        options = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": stop_ids, "pad_token_id": 0}
-        ids = torch.tensor([prompt])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
-        assert attended(rollout, i).tolist() == expected.tolist()
+    greedy = generate(model, greedy=True, max_response_length=14)
+    for i, n in enumerate(greedy["response_mask"].sum(1)):
+        assert attended(greedy, i)[-n:].tolist() == plain_logits(model, greedy, i).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
-def test_samples_follow_the_softmax_and_not_the_generation_config(name, tmp_path):
-    """How often each pair of tokens is drawn. The generation config would allow two tokens only."""
-    model, temperature, draws = make_model(name), 1.7, 30_000
+def test_samples_follow_the_softmax_and_not_the_generation_config(tmp_path):
+    """How often each first token is drawn. The generation config would allow two tokens only."""
+    model, draws = make_model("llama"), 30_000
     save(tmp_path, model, TOKENIZER)
-    prompt, vocabulary = IDS[0], model.config.vocab_size
-    rollout = generate(model, prompts=[prompt], samples=draws, max_response_length=2, temperature=temperature)
-    pairs = rollout["sequences"][:, -2] * vocabulary + rollout["sequences"][:, -1]
-    observed = torch.bincount(pairs, minlength=vocabulary**2).view(vocabulary, vocabulary)
-    with torch.no_grad():
-        first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-        after = torch.tensor([[*prompt, token] for token in range(vocabulary)])
-        second = (model(after).logits[:, -1] / temperature).softmax(-1)
-    second[1] = torch.eye(vocabulary)[0]  # after EOS there is padding
-    expected = draws * first[:, None] * second
+    rollout = generate(model, prompts=IDS[:1], samples=draws, max_response_length=1, temperature=1.7)
+    observed = torch.bincount(rollout["sequences"][:, -1], minlength=model.config.vocab_size)
+    expected = draws * (plain_logits(model, rollout, 0)[0] / 1.7).softmax(-1)
     deviations = ((observed - expected) / expected.sqrt())[expected >= 10]
-    assert len(deviations) > 50 and deviations.abs().max() < 5 and deviations.std() < 1.3
+    assert len(deviations) > 10 and deviations.abs().max() < 5
 
 
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
 @pytest.mark.parametrize("stop_ids", [1, [3, 12], None])
 def test_the_mask_ends_with_the_first_eos(pad, stop_ids):
     """Also where pad is EOS: with a mask of `ids != pad` the policy would never learn to stop."""
@@ -131,20 +122,6 @@ def test_a_prompt_is_read_once_and_finished_rows_leave_the_batch():
     assert len(read) == response_mask.any(0).sum() and read[-1][0] < 12 < read[1][0]
 
 
-def test_micro_batches_cut_padding_and_group_similar_lengths():
-    """test_ranks.py shows that they change no gradient."""
-    model = make_model("llama")
-    model.generation_config.eos_token_id = STOP_IDS
-    rollout = generate(model, samples=2, max_response_length=14)
-    seen = []
-    for rows, batch in grpo.micro_batches(rollout, torch.arange(1, 14), 4):
-        assert len(rows) <= 4 and batch["attention_mask"].any(0).all()  # no column of padding
-        seen += rows.tolist()
-    assert sorted(seen) == list(range(1, 14))
-    lengths = rollout["response_mask"].sum(1)[seen].tolist()
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
-
-
 def test_the_critic_knows_positions_without_padding():
     """Each value of a padded batch, by a model of absolute positions, is that of its sequence alone."""
     model, head = make_model("gpt2"), torch.nn.Linear(32, 1, bias=False)
@@ -157,42 +134,35 @@ def test_the_critic_knows_positions_without_padding():
             torch.testing.assert_close(values[i, :n], head(hidden)[:, 0], rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_under_autocast_has_a_bfloat16_cache_and_float32_log_probs(model, tmp_path):
+def test_bfloat16_has_a_bfloat16_cache_and_float32_weights_and_log_probs(model, tmp_path):
     half, caches = loaded(model, tmp_path, dtype="bfloat16"), []
     assert {x.dtype for x in half.parameters()} == {torch.float32}
-    hook = lambda _, __, inputs: caches.append(inputs.get("past_key_values"))  # noqa: E731
-    half.register_forward_pre_hook(hook, with_kwargs=True)
+    hook = lambda _, __, inputs: caches.append(inputs["past_key_values"])  # noqa: E731
+    handle = half.register_forward_pre_hook(hook, with_kwargs=True)
     rollout = generate(half, samples=4, max_response_length=8, dtype="bfloat16")
+    handle.remove()
     layers = [layer for layer in caches[0].layers if getattr(layer, "keys", None) is not None]
-    cached = [x for layer in layers for x in (layer.keys, layer.values)]
-    assert {x.dtype for x in cached} == {torch.bfloat16}
-    assert not any(x.requires_grad for x in rollout.values())
-    sampled, mask = rollout["old_logprobs"], rollout["response_mask"]
-    with torch.no_grad():
-        exact = token_logprobs(model, rollout)
-        with grpo.autocast(grpo.Args(dtype="bfloat16", device="cpu")):
-            assert half(rollout["sequences"]).logits.dtype == torch.bfloat16
-            logprobs = token_logprobs(half, rollout)
-    assert logprobs.dtype == sampled.dtype == torch.float32 and not torch.equal(logprobs, exact)
-    for x in (logprobs, sampled):
-        assert (exact - x)[mask].abs().mean() < 0.2  # experts may change where two are about equal
+    assert {x.dtype for layer in layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
+    with torch.no_grad(), grpo.autocast(grpo.Args(dtype="bfloat16", device="cpu")):
+        logprobs = token_logprobs(half, rollout)
+    exact = grpo.rollout_logprobs(grpo.Args(), model, rollout)
+    for x in (logprobs, rollout["old_logprobs"]):
+        assert x.dtype == torch.float32 and not torch.equal(x, exact)
+        # experts may change where two are about equal
+        assert (exact - x)[rollout["response_mask"]].abs().mean() < 0.2
 
 
 def test_gradient_checkpointing_recomputes_and_changes_nothing(model, tmp_path):
     rollout, gradients, calls = generate(model, max_response_length=10), [], []
     for on in (False, True):
         again = loaded(model, tmp_path / str(on), gradient_checkpointing=on)
-        kind = transformers.modeling_layers.GradientCheckpointingLayer
-        layer = next(x for x in again.modules() if isinstance(x, kind))
-        for part in layer.modules():
+        for part in again.modules():
             part.register_forward_pre_hook(lambda *_, on=on: calls.append(on))
         token_logprobs(again, rollout).sum().backward()
-        found = [x.grad.flatten() for x in again.parameters() if x.grad is not None]
-        gradients.append(torch.cat(found))
+        gradients.append(torch.cat([x.grad.flatten() for x in again.parameters() if x.grad is not None]))
     tolerance = 1e-5 * gradients[0].abs().max().item()
-    assert tolerance > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=tolerance)
-    assert calls.count(True) > 1.3 * calls.count(False) > 0
+    assert calls.count(True) > 1.3 * calls.count(False)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -205,22 +175,6 @@ def test_log_probs_are_those_of_sampling_with_dropout_in_the_config(checkpointin
     rollout = generate(model, samples=8, max_response_length=8)
     again = token_logprobs(model, rollout)  # with gradients, as in the update
     torch.testing.assert_close(again.detach(), rollout["old_logprobs"], rtol=0, atol=2e-4)
-
-
-def test_a_run_on_chats_saves_its_weights_and_eos_ids_and_tokenizer(tmp_path):
-    """A BOS by the tokenizer, and two EOS ids, of which one is not the tokenizer's."""
-    tokenizer = make_tokenizer(bos=True, pad="<eos>", chat=True)
-    folder = save(tmp_path / "model", make_model("qwen2"), tokenizer, [1, 3])
-    rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
-    (tmp_path / "short.py").write_text("def f(completions, **_): return [-len(x) for x in completions]")
-    flags = {"model": folder, "dataset": write_jsonl(tmp_path / "p.jsonl", rows), "run_dir": tmp_path / "run"}
-    run("grpo", reward=f"{tmp_path}/short.py:f", **flags)
-    weights = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["policy"]
-    result = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert all(torch.equal(x, weights[key]) for key, x in result.state_dict().items())
-    assert result.generation_config.eos_token_id == [1, 3]
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert again(PROMPTS[1])["input_ids"] == tokenizer(PROMPTS[1])["input_ids"]
 
 
 def test_prompts_get_one_bos_and_too_long_ones_are_left_out(tmp_path):

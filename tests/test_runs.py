@@ -2,11 +2,8 @@
 
 import importlib
 import math
-import runpy
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import resume
@@ -28,32 +25,16 @@ def flags(tmp_path):
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
-def start(script: str, ranks: int, kill: str, **flags) -> int:
-    """Start a run in other processes, and kill it at this moment. Returns its exit code."""
-    program = ROOT / "tests" / "resume.py", kill, sync.paths()[script]
-    words = words_of(device="cpu", batch_size=16, **flags)
-    return launch(*program, *words, ranks=ranks, check=False).returncode
-
-
 def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
+    """It is killed while it writes a checkpoint, before that is renamed, and while it writes model/."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
-    assert start("grpo", 1, "torn checkpoint:2", run_dir=killed, **flags) == -signal.SIGKILL
-    assert not (killed / "model").exists()
+    words = words_of(device="cpu", batch_size=16, run_dir=killed, **flags)
+    for kill in ("torn checkpoint:2", "before rename:1", "half a model:1"):
+        program = ROOT / "tests" / "resume.py", kill, ROOT / "grpo.py"
+        assert launch(*program, *words, check=False).returncode == -signal.SIGKILL, kill
     run("grpo", run_dir=killed, **flags)
     resume.assert_same_run(tmp_path / "whole", killed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_a_run_that_is_killed_three_times_resumes_to_the_last_bit(script, ranks, flags, tmp_path):
-    """While it writes a checkpoint, before that is renamed, and while it writes model/."""
-    assert start(script, ranks, "", run_dir=tmp_path / "whole", **flags) == 0
-    for kill in ("torn checkpoint:2", "before rename:1", "half a model:1"):
-        assert start(script, ranks, kill, run_dir=tmp_path / "killed", **flags) != 0, kill
-    assert start(script, ranks, "", run_dir=tmp_path / "killed", **flags) == 0
-    resume.assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
@@ -73,24 +54,13 @@ def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
     """Nothing that it had logged is there twice, and a user's file stays."""
-    flags |= {"save_every": 0}
+    flags |= {"save_every": 0, "run_dir": tmp_path / "run"}
     with resume.interrupted(grpo, "compute_advantages", call=3):
-        run("grpo", run_dir=tmp_path, **flags)
-    mine = write_jsonl(tmp_path / "mine.jsonl", [{"iteration": 9}])
-    run("grpo", run_dir=tmp_path, **flags)
-    assert [line["iteration"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(6))
-    assert [line["iteration"] for line in read_jsonl(tmp_path / "samples.jsonl")] == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-        5,
-        5,
-    ]
+        run("grpo", **flags)
+    mine = write_jsonl(tmp_path / "run" / "mine.jsonl", [{"iteration": 9}])
+    run("grpo", **flags)
+    for name, numbers in (("metrics", [0, 1, 2, 3, 4, 5]), ("samples", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5])):
+        assert [line["iteration"] for line in read_jsonl(tmp_path / "run" / f"{name}.jsonl")] == numbers
     assert read_jsonl(mine) == [{"iteration": 9}]
 
 
@@ -122,11 +92,9 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
         assert torch.equal(x, trained[name]) and not torch.equal(x, start[name])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
 
-    lines, samples = read_jsonl(tmp_path / "metrics.jsonl"), read_jsonl(tmp_path / "samples.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(6))
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "eval/score/2-5" in line] == [0, 2, 4, 5]
     assert set(lines[0]) == {"iteration", "eval/score/2-5", "eval/score/6", "eval/score/8"}
-    assert [line["iteration"] for line in samples][:: 2 if script == "grpo" else 3] == [1, 2, 3, 4, 5]
 
     files = [path for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()]
     before = {path: path.read_bytes() for path in files}
@@ -195,14 +163,11 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path, capsys):
+def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path):
     """A torn checkpoint and torn flags are not overwritten, and a second process does not train beside the first."""
     run("grpo", run_dir=tmp_path)
-    program = "import filelock, sys; filelock.FileLock(sys.argv[1]).acquire(blocking=False)"
-    locked = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "lock"], capture_output=True, text=True
-    )
-    assert "Timeout" in locked.stderr and str(tmp_path / "lock") in locked.stderr
+    second = f"import filelock; filelock.FileLock({str(tmp_path / 'lock')!r}).acquire(blocking=False)"
+    assert "Timeout" in launch("-c", second, check=False).stderr
     for name, content in (("checkpoint.pt", b"PK"), ("args.json", b'{"seed"')):
         path = tmp_path / name
         before = path.read_bytes()
@@ -211,27 +176,18 @@ def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path, capsys):
             run("grpo", run_dir=tmp_path, num_iterations=3)
         assert path.read_bytes() == content
         path.write_bytes(before)
-    (tmp_path / "args.json").rename(tmp_path / "moved.json")
-    assert "no args.json" in refused(capsys, run, "grpo", run_dir=tmp_path, num_iterations=3)
 
 
-def test_a_copy_of_grpo_names_what_it_needs(tmp_path, monkeypatch, capsys):
-    script = shutil.copy(ROOT / "grpo.py", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
-    said = refused(capsys, runpy.run_path, script, run_name="__main__")
-    assert said.startswith("error: model toy/policy: ") and "the repository" in said
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grpo.py"]
-
-
-def test_a_copy_of_grpo_evaluates_nothing_that_the_user_did_not_name(tmp_path):
-    """And an uninterrupted run prints nothing to stderr."""
+def test_a_copy_of_grpo_needs_what_it_names_and_evaluates_nothing_else(tmp_path):
+    """An uninterrupted run prints nothing to stderr."""
     shutil.copy(ROOT / "grpo.py", tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
-    flags = {"model": ROOT / "toy" / "policy", "dataset": "data.jsonl", "reward": "mine.py:f"}
-    flags |= {"num_iterations": 1, "batch_size": 16, "max_response_length": 8, "device": "cpu"}
-    ran = launch("grpo.py", *words_of(**flags), cwd=tmp_path)
+    flags = {"dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1, "device": "cpu"}
+    flags |= {"batch_size": 16, "max_response_length": 8}
+    said = launch("grpo.py", *words_of(**flags), cwd=tmp_path, check=False).stderr
+    assert said.startswith("error: model toy/policy: ") and "the repository" in said
+    ran = launch("grpo.py", *words_of(model=ROOT / "toy" / "policy", **flags), cwd=tmp_path)
     assert ran.stderr == "" and "eval" not in ran.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("grpo__1__")

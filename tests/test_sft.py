@@ -47,17 +47,12 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(tmp_path, name):
 def test_texts_and_chats_become_ids_with_one_bos_and_one_eos(tmp_path):
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
     user, assistant = {"role": "user", "content": "3 + 5 ?"}, {"role": "assistant", "content": "answer 8"}
-    rows = [
-        {"prompt": "3 + 5 ?", "completion": "answer 8"},
-        {"messages": [user, assistant]},
-        {"prompt": [user], "completion": "answer 8", "messages": None},
-    ]
-    _, (text, *chats) = load(tmp_path, tokenizer, rows)
-    assert tokenizer.decode(text["input_ids"]) == "<bos> 3 + 5 ? answer 8 <eos>"
-    assert text["completion_mask"] == [False] * 5 + [True] * 3
-    for chat in chats:
-        assert tokenizer.decode(chat["input_ids"]) == "<bos> <user> 3 + 5 ? <end> <model> answer 8 <eos>"
-        assert chat["completion_mask"] == [False] * 8 + [True] * 3
+    rows = [{"prompt": "3 + 5 ?", "completion": "answer 8"}, {"messages": [user, assistant]}]
+    rows += [{"prompt": [user], "completion": "answer 8", "messages": None}]
+    _, found = load(tmp_path, tokenizer, rows)
+    for row, prompt in zip(found, ["<bos> 3 + 5 ?", *["<bos> <user> 3 + 5 ? <end> <model>"] * 2]):
+        assert tokenizer.decode(row["input_ids"]) == f"{prompt} answer 8 <eos>"
+        assert row["completion_mask"] == [False] * len(prompt.split()) + [True] * 3
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -68,9 +63,8 @@ def test_an_epoch_has_every_example_once(tmp_path, monkeypatch, shuffle):
     flags = {"batch_size": 2, "eval_size": 0, "num_epochs": 2, "shuffle": shuffle}
     run_stage(sft, dataset=data, run_dir=tmp_path / "run", **flags)
     seen = [row["prompt"] for _, rows in calls for row in rows]
-    first, second = seen[:10], seen[10:]
-    assert sorted(first) == sorted(second) == prompts
-    assert (first == prompts) == (second == prompts) == (first == second) == (not shuffle)
+    assert sorted(seen[:10]) == sorted(seen[10:]) == prompts
+    assert (seen[:10] == prompts) == (seen[10:] == prompts) == (seen[:10] == seen[10:]) == (not shuffle)
 
 
 def test_shared_functions_are_the_same():
@@ -84,10 +78,6 @@ def test_shared_functions_are_the_same():
         assert names <= (own | {"load_model"} if name == "reward_model" else own)
         text = sources[name]["open_run"].replace("num_epochs", "num_iterations")
         assert text.replace('state["model"]', 'state["policy"]') == grpo["open_run"]
-        assert sources[name]["log"] == sources["sft"]["log"]
-    assert sources["dpo"]["log_samples"] == sources["sft"]["log_samples"]
-    for function in ("choose_rows", "split_response"):
-        assert sources["dpo"][function] == sources["reward_model"][function]
 
 
 @pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
@@ -113,7 +103,6 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
     evaluated = {*range(0, len(rates), 7), len(rates)}
     assert {x["iteration"] for x in lines if "eval/loss" in x} == evaluated
-    assert {x["iteration"] for x in read_jsonl(killed / "samples.jsonl")} == evaluated
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
     run_stage(script, **flags, run_dir=killed)
     assert before == {path: path.read_bytes() for path in before}
@@ -124,25 +113,21 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
 CHAT = [{"role": "assistant", "content": "4 ?"}, {"role": "user", "content": "3 ?"}]
 CHATS = {"prompt": None, "chosen": CHAT[::-1], "rejected": CHAT[::-1]}
-LONG = "3 + " * 100
 
 
 @pytest.mark.parametrize(
     "script, row, flags, words",
     [
         (sft, {}, {"batch_size": 4}, "3 of 3 examples --batch_size"),
-        (sft, {"completion": LONG}, {}, "--max_length 128"),
+        (sft, {"completion": "3 + " * 100}, {}, "--max_length 128"),
         (sft, {"completion": None}, {}, "row 2 `completion`"),
         (sft, {"messages": CHAT}, {}, "row 2 `messages`"),
         (sft, {"messages": CHAT[::-1]}, {}, "chat template"),
-        (sft, {}, {"model": "toy/reward_model"}, "use a policy"),
-        (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs give 3 or more"),
         (reward_model, CHATS | {"chosen": [CHAT[1]] * 2}, {}, "last message"),
         (reward_model, CHATS | {"rejected": [CHAT[1], *CHAT[::-1]]}, {}, "row 2 one prompt"),
-        (reward_model, CHATS, {}, "chat template"),
+        (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
         (dpo, {"rejected": None}, {}, "row 2 `rejected`"),
-        (dpo, {"prompt": None}, {}, "row 2 `prompt`"),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path, capsys, script, row, flags, words):
