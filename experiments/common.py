@@ -157,10 +157,10 @@ def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -
 
 
 def demo() -> None:
-    """Print the first and the last evaluation of `make demo`, each with a sample."""
+    """Print the first and the last evaluation of `make demo`, and a sample after the last."""
     lines = (RESULTS / "demo.txt").read_text().splitlines()
     first, *_, last = (i for i, line in enumerate(lines) if "eval/score" in line)
-    print("\n```", *lines[first : first + 2], *lines[last : last + 2], "```\n", sep="\n")
+    print("\n```", lines[first], *lines[last : last + 2], "```\n", sep="\n")
 
 
 def group_by(rows: list, *keys: str | Callable) -> dict[tuple, list]:
