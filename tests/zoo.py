@@ -132,8 +132,7 @@ PAIRS = [
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
     {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
 ]
-STAGE_MODELS = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
-FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
+STAGE_MODELS = ["llama", "gpt2", "qwen2", "mistral", "lfm2"]  # all in float64 after .double()
 
 
 def few(name: str, count: int, folder: Path) -> Path:
