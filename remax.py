@@ -69,7 +69,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   kl              (B, T)    old_logprobs - ref_logprobs
 #   advantages      (B, T)    from compute_advantages
 #
-# Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt stand side by side.
+# Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Args:  # the comment behind a flag is its --help text
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response, 40 for the toy; then it is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward. A function gets the lists prompts=, completions=, truncated=, prompt_ids= and every other column
+    # Reward. A function gets lists (prompts, completions, truncated, each column), and returns one of scores
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
@@ -105,7 +105,7 @@ class Args:  # the comment behind a flag is its --help text
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
-    log_every: int = 10  # iterations between samples, which are printed and logged
+    log_every: int = 10  # iterations between samples, which are printed and logged; 0: none
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
@@ -264,7 +264,7 @@ def micro_batches(rollout, indices, size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
         is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
         for name, tensor in batch.items():
-            if tensor.dim() == 2:  # (b, P+T), or (b, T), which are its last T columns
+            if tensor.dim() == 2:  # a (b, T) tensor matches the last T of the P+T columns
                 batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
         yield part, batch
 
@@ -296,7 +296,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
     """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have weights that nothing uses
+        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
@@ -321,7 +321,7 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward, dataset)
+    reward = load_reward(args, args.reward, dataset if args.eval_reward else dataset + eval_dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
@@ -355,7 +355,7 @@ def main(args):
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # any would do: with --kl_coef 0 their weight is 0
+        else:  # a placeholder: --kl_coef 0 multiplies it by 0
             rollout["ref_logprobs"] = rollout["old_logprobs"]
         # Some methods subtract kl from the reward; for the others it is only a metric.
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
@@ -413,7 +413,7 @@ def main(args):
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, iteration, metrics)
-        if iteration % args.log_every == 0:
+        if args.log_every and iteration % args.log_every == 0:
             log_samples(args, run_dir, iteration, tokenizer, rows, rollout)
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
@@ -444,9 +444,9 @@ def check(condition, message):
 
 
 def check_args(args):
-    """Refuse what cannot work before anything is loaded. The toy has held-out prompts by default."""
+    """Refuse what cannot work before anything is loaded, and give the toy its held-out prompts."""
     k = args.samples_per_prompt
-    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt}")
+    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt} up")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
     check(
         args.batch_size % unit == 0,
@@ -610,7 +610,7 @@ def score(reward, tokenizer, rows, rollout):
     except SystemExit as error:  # which would end the run without a word
         raise RuntimeError("the reward called sys.exit") from error
     scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
-    is_valid = scores.shape == (len(rows),) and scores.isfinite().all()
+    is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
     check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
     return scores
 
@@ -618,7 +618,7 @@ def score(reward, tokenizer, rows, rollout):
 def evaluate(args, policy, tokenizer, reward, dataset):
     """The mean score of greedy responses, over all ranks, for each value of `group`."""
     scores = torch.zeros(len(dataset), device=args.device)
-    size = args.batch_size // WORLD_SIZE  # rows of a rollout, which fit into memory
+    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, but each with its own prompt
     for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
         rows = dataset[first : first + size]
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=True)

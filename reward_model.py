@@ -149,7 +149,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
     """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have weights that nothing uses
+        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -201,8 +200,3 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = (
     print()
     if rows:
         print_provenance(rows)
-
-
-def print_commands(*commands: list[str]) -> None:
-    """Print commands as a code block."""
-    print("\n```", *map(shlex.join, commands), "```\n", sep="\n")

@@ -13,7 +13,7 @@ import explain
 import plot
 import sync
 import tyro
-from common import ROOT, curve, label, load, mean, print_commands, run_all, words_of
+from common import ROOT, curve, label, load, mean, run_all, words_of
 from planted import BUGS
 
 KEYS = ("score", "kl", "response_length", "equal_groups", "clip_fraction", "grad_norm", "truncated")
@@ -85,23 +85,22 @@ def worked(flags: str) -> None:
     explain.print_group(tyro.cli(explain.Args, args=flags.split()))
 
 
-def command(name: str) -> list[str]:
+def command(name: str) -> str:
     script, flags, _ = RUNS[name]
-    return ["python", str(sync.paths()[script].relative_to(ROOT)), *words_of(flags)]
+    return " ".join(["python", str(sync.paths()[script].relative_to(ROOT)), *words_of(flags)])
 
 
 def commands(*names: str) -> None:
     """Print the commands of these runs."""
-    print_commands(*map(command, names))
+    print("\n```", *map(command, names), "```\n", sep="\n")
 
 
 def edit(name: str) -> None:
     """Print the lines that the bug of a run changes, and the commands that plant it, run it and undo it."""
-    bug = BUGS[RUNS[name][2]]
+    bug, run = BUGS[RUNS[name][2]], command(name)
     print("\n```diff", *bug.changed_lines(), "```", sep="\n")
-    print_commands(
-        ["python", "tools/planted.py", bug.name], command(name), ["git", "restore", command(name)[1]]
-    )
+    plant, undo = f"python tools/planted.py '{bug.name}'", f"git restore {run.split()[1]}"
+    print("\n```", plant, run, undo, "```\n", sep="\n")
 
 
 def runs(*names: str, keys: tuple[str, ...] = ()) -> None:

@@ -93,8 +93,10 @@ EXPERIMENTS["preferences"] = Experiment(
 )
 
 # Two rewards that pull apart: a right answer, and a short response
-WORDS, SHARE = ({"reward": f"experiments/two_rewards.py:{name}"} for name in ("words", "share"))
-TWO = [(script, reward) for script in ("grpo", "gdpo") for reward in (WORDS, SHARE)]
+WORDS, SHARE, WORDS_SUM, SHARE_SUM = (
+    {"reward": f"experiments/two_rewards.py:{name}"} for name in ("words", "share", "words_sum", "share_sum")
+)
+TWO = [("grpo", WORDS_SUM), ("grpo", SHARE_SUM), ("gdpo", WORDS), ("gdpo", SHARE)]
 EXPERIMENTS["multi_reward"] = Experiment(
     [*TWO, ("gdpo", WORDS | {"reward_weights": [1, 0.25]})],
     seeds=2,

@@ -13,3 +13,12 @@ def words(completions, answer, **columns):
 def share(completions, answer, **columns):
     """The same, with the length as a share of 40 words, so that it is between -1 and 0."""
     return [[right, length / 40] for right, length in words(completions, answer)]
+
+
+def words_sum(**columns):
+    """One number for each response, for scripts that take no list."""
+    return [sum(scores) for scores in words(**columns)]
+
+
+def share_sum(**columns):
+    return [sum(scores) for scores in share(**columns)]

@@ -27,12 +27,8 @@ def make_rollout(seed: int, k: int) -> dict:
     mask = torch.arange(9) < lengths[:, None]
     mask[0, [0, 4]] = mask[1, 3:8] = False  # the first token, one and several in the middle
     scores, greedy_scores = torch.randn(2, 4 * k, dtype=torch.float64)
-    old_logprobs, ref_logprobs, advantages = torch.randn(3, 4 * k, 9, dtype=torch.float64)
-    tensors = {
-        "old_logprobs": -old_logprobs.abs(),
-        "ref_logprobs": -ref_logprobs.abs(),
-        "advantages": advantages,
-    }
+    old, ref, advantages = torch.randn(3, 4 * k, 9, dtype=torch.float64)
+    tensors = {"old_logprobs": -old.abs(), "ref_logprobs": -ref.abs(), "advantages": advantages}
     tensors["kl"] = tensors["old_logprobs"] - tensors["ref_logprobs"]
     for name, function in EXTRA.items():
         tensors[name] = function(torch.randn(4 * k, 9, dtype=torch.float64))

@@ -168,12 +168,10 @@ def test_what_advantages_depend_on(name):
     assert found == DEPENDS_ON[name].split()
 
 
-IN_ESTIMATORS = [
-    bug for bug in BUGS.values() if bug.tests == "test_estimators.py" and bug.where != "references"
-]
+OURS = [bug for bug in BUGS.values() if bug.tests == "test_estimators.py" and bug.where != "references"]
 
 
-@pytest.mark.parametrize("bug", IN_ESTIMATORS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", OURS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_noticed(bug, monkeypatch):
     """By one of the tests above, as a difference and not as an exception of the script."""
     has_std = divides_by_a_std(bug.script)

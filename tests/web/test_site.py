@@ -65,10 +65,8 @@ def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
     for link, name in links.items():
         file, _, anchor = link.partition("#")
         is_page = file.endswith(("compare.html", "playground.html"))  # they read what stands behind the #
-        assert not link.startswith("file:") or (file if is_page or not anchor else link) in targets, (
-            name,
-            link,
-        )
+        target = file if is_page or not anchor else link
+        assert not link.startswith("file:") or target in targets, (name, link)
 
 
 def diff(a, b):
@@ -91,10 +89,6 @@ def test_two_scripts_show_exactly_the_lines_of_diff(a, b, visit):
     assert page.inner_text("#count") == f"{len(gone + new)} lines differ"
     for side, name in (("a", a), ("b", b)):
         assert texts(page, f".{side} .line") == PATHS[name].read_text().splitlines()
-        numbers = page.locator(f".{side} .line").evaluate_all(
-            "all => all.map(line => Number(line.dataset.n))"
-        )
-        assert numbers == list(range(1, len(numbers) + 1))
 
 
 def test_keys_go_from_change_to_change_and_unfold_equal_lines(visit):
@@ -109,11 +103,8 @@ def test_keys_go_from_change_to_change_and_unfold_equal_lines(visit):
         assert folded.is_visible() != is_visible
         page.keyboard.press("o")
         assert folded.is_visible() == is_visible
-    words = "[...CSS.highlights.get('{}')].map(r => r.startContainer.data.slice(r.startOffset, r.endOffset).trim())"
-    assert "grpo" in page.evaluate(words.format("gone")) and "rloo" in page.evaluate(words.format("new"))
     page.locator("#b").select_option("ppo")
     page.wait_for_url("**/compare.html#grpo..ppo")
-    playwright.expect(page.locator("#titles")).to_contain_text("ppo.py")
     assert texts(page, ".hunk .b .line") == diff("grpo", "ppo")[1]
 
 
@@ -127,8 +118,6 @@ def test_the_matrix_counts_as_diff_does_and_opens_a_pair(visit):
         assert int(count) == len(gone + new), address
     page.click("#matrix a[href$='#cispo..gspo']")
     playwright.expect(page.locator("#titles")).to_contain_text(str(PATHS["cispo"].relative_to(ROOT)))
-    page.click("#titles a[href='methods.html#cispo']")
-    playwright.expect(page.locator("#cispo")).to_be_in_viewport()
 
 
 def test_the_search_works_from_disk(visit):
@@ -136,36 +125,6 @@ def test_the_search_works_from_disk(visit):
     page.click(".md-search__button")
     page.get_by_role("combobox").fill("dynamic sampling")
     page.get_by_role("option").filter(has_text=re.compile("dynamic sampling", re.IGNORECASE)).first.wait_for()
-
-
-def card(page, name: str):
-    return page.locator(f"[data-script={name}]")
-
-
-def test_every_port_has_a_card_with_the_code_of_its_script(visit):
-    page = visit("playground.html")
-    assert sorted(page.locator("[data-script] h2").all_inner_texts()) == sorted(
-        f"{name}.py" for name in PORTS
-    )
-    for name in PORTS:
-        card(page, name).locator(".code").click()
-        source = PATHS[name].read_text()
-        for function in ("compute_advantages", "policy_loss"):
-            assert sync.function_of(source, function) in card(page, name).locator("pre").inner_text()
-
-
-def test_an_edit_changes_the_cards_and_its_link_restores_them(visit):
-    page = visit("playground.html#preset=equal")
-    cells = card(page, "grpo").locator("[data-i='0'] .pushes i")  # one for each token of A1
-    playwright.expect(card(page, "raft").locator("[data-i='0'] .number")).to_have_text(["8", "4"])
-    playwright.expect(cells).to_have_class([""] * 8)
-    page.get_by_label("A1: reward").fill("0")
-    playwright.expect(cells).to_have_class(["down"] * 8)
-    page.locator(".response[data-i='0'] .ratio").fill("-0.4")
-    playwright.expect(cells).to_have_class(["cut"] * 8)
-    page.wait_for_url(re.compile(r"#a=\S*-0\.4"))
-    copied = card(visit(page.url.rpartition("/")[2]), "grpo").locator("[data-i='0'] .pushes i")
-    playwright.expect(copied).to_have_class(["cut"] * 8)
 
 
 def random_rollout(seed: int) -> dict:
@@ -192,26 +151,16 @@ def batch_of(rollout: dict) -> dict:
     return {"k": count // 4, "maxLength": 12, "responses": [response(i) for i in range(count)]}
 
 
-@pytest.fixture(scope="module")
-def results(browser):
-    """What each function of estimators.js returns for each rollout."""
-    page = browser.new_page()
-    page.goto(f"{SITE.as_uri()}/playground.html")
-    text = json.dumps([batch_of(random_rollout(seed)) for seed in range(60)])  # playwright is slow with lists
-    compute = "text => JSON.stringify(JSON.parse(text).map({}))"
-    return {name: json.loads(page.evaluate(compute.format(name), text)) for name in PORTS}
-
-
 @pytest.mark.parametrize("name", PORTS)
-def test_javascript_computes_what_the_script_does(name, results):
+def test_javascript_computes_what_the_script_does(name, visit):
     """Advantages and the gradient of the loss."""
-    script = importlib.import_module(name)
-    for seed, result in enumerate(results[name]):
-        rollout = random_rollout(seed)
-        args, mask = (
-            script.Args(samples_per_prompt=2 + seed % 3, max_response_length=12),
-            rollout["response_mask"],
-        )
+    script, rollouts = importlib.import_module(name), [random_rollout(seed) for seed in range(60)]
+    text = json.dumps([batch_of(rollout) for rollout in rollouts])  # playwright is slow with lists
+    compute = f"text => JSON.stringify(JSON.parse(text).map({name}))"
+    results = json.loads(visit("playground.html").evaluate(compute, text))
+    for seed, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
+        args, mask = script.Args(samples_per_prompt=2 + seed % 3), rollout["response_mask"]
+        args.max_response_length = 12
         rollout |= script.compute_advantages(args, rollout)
         _, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], len(mask), mask.sum().item())
         for key, expected in (("advantages", rollout["advantages"]), ("weights", push)):
