@@ -393,7 +393,7 @@ def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
         P = prompt_ids.shape[1]
         options = {"max_new_tokens": min(256, longest - P), "eos_token_id": tokenizer.eos_token_id}
         with autocast(args):
-            output = policy.generate(prompt_ids, do_sample=False, **options)
+            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
         response = tokenizer.decode(output[0, P:])
         say(f"    {str(row['prompt'])[-80:]!r} -> {response!r}")
         sample = {"iteration": iteration, "prompt": row["prompt"], "response": response}

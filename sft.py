@@ -308,7 +308,8 @@ def load_rows(args, policy, tokenizer):
         check(is_complete, f"--dataset {name}: row {number} is not complete; {remedy}")
         example = encode(tokenizer, prompt, completion)
         examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
-    kept = [row for row in examples if row["length"] <= args.max_length]
+    # A prompt without tokens, such as a lone EOS, would leave nothing to predict the first token from.
+    kept = [row for row in examples if row["length"] <= args.max_length and not row["completion_mask"][0]]
     summary = f"--dataset {name}: {len(kept)} of {len(rows)} examples fit --max_length {args.max_length}"
     needed = args.batch_size + args.eval_size
     check(len(kept) >= needed, f"{summary}; give {needed} or more, for --batch_size and --eval_size")
@@ -338,7 +339,7 @@ def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
         P = prompt_ids.shape[1]
         options = {"max_new_tokens": min(256, longest - P), "eos_token_id": tokenizer.eos_token_id}
         with autocast(args):
-            output = policy.generate(prompt_ids, do_sample=False, **options)
+            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
         response = tokenizer.decode(output[0, P:])
         say(f"    {str(row['prompt'])[-80:]!r} -> {response!r}")
         sample = {"iteration": iteration, "prompt": row["prompt"], "response": response}

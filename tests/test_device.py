@@ -51,16 +51,15 @@ def all_reduce(x):
 
 
 EVALUATED = {"batch_size": 16, "max_response_length": 6, "eval_dataset": "heldout.jsonl", "eval_every": 1}
+EVALUATED["missing_eos_penalty"] = 0.5
 PAIRS = {"dataset": "preferences_train.jsonl", "eval_dataset": "preferences_heldout.jsonl"}
 STAGES = {"reward_model": PAIRS, "dpo": PAIRS, "sft": {"dataset": "demonstrations.jsonl", "eval_size": 8}}
-NAMES = ["ppo", "distill", "sdpo", "flash_reinforce", "grpo_lora", "reinforce_pp_tools"]
+NAMES = "ppo dapo distill gdpo sdpo flash_reinforce grpo_lora reinforce_pp_tools".split()
 CASES = dict.fromkeys(NAMES, EVALUATED)
 CASES |= {name: flags | {"batch_size": 8, "anneal_lr": False} for name, flags in STAGES.items()}
-CASES["grpo"] = EVALUATED | {"reward_zscore": True, "reward_clip": 1.5, "missing_eos_penalty": 0.5}
+CASES["grpo"] = EVALUATED | {"reward_zscore": True, "reward_clip": 1.5}
 CASES["grpo bfloat16"] = EVALUATED | {"dtype": "bfloat16", "gradient_checkpointing": True}
 CASES["remax"] = EVALUATED | {"reward": "toy/reward_model", "eval_reward": "exact_answer"}
-CASES["dapo"] = EVALUATED | {"max_rollouts": 2}
-CASES["gdpo"] = EVALUATED | {"missing_eos_penalty": 0.5}
 
 
 @pytest.mark.parametrize("case", CASES)

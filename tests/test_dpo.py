@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 from conftest import write_jsonl
-from zoo import FLOAT32_INSIDE, PAIRS, STAGE_MODELS
+from zoo import PAIRS, STAGE_MODELS
 
 import dpo
 
@@ -41,8 +41,7 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
                 ids = tokenizer(f"{row['prompt']} {row[key]} <eos>")["input_ids"]
                 logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
                 expected[side, i] = sum(logprobs[t - 1, ids[t]] for t in range(start, len(ids)))
-    tolerance = 1e-6 if name in FLOAT32_INSIDE else 1e-12
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):

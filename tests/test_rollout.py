@@ -99,7 +99,7 @@ def test_samples_follow_the_softmax_and_not_the_generation_config(tmp_path):
 @pytest.mark.parametrize("stop_ids", [1, [3, 12], None])
 def test_the_mask_ends_with_the_first_eos(pad, stop_ids):
     """Also where pad is EOS: with a mask of `ids != pad` the policy would never learn to stop."""
-    model, tokenizer = make_model("llama", seed=5), make_tokenizer(pad=pad)
+    model, tokenizer = make_model("llama"), make_tokenizer(pad=pad)
     model.generation_config.eos_token_id = stop_ids
     ends = {1} | set(stop_ids if isinstance(stop_ids, list) else [])  # the tokenizer's too
     rollout = generate(model, samples=20, tokenizer=tokenizer, max_response_length=6)

@@ -6,7 +6,7 @@ import sync
 import torch
 import zoo
 from conftest import read_jsonl, write_jsonl
-from zoo import FLOAT32_INSIDE, STAGE_MODELS, few, run_stage
+from zoo import STAGE_MODELS, few, run_stage
 
 import dpo
 import reward_model
@@ -41,7 +41,7 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(tmp_path, name):
     args, rows = load(tmp_path, tokenizer, ROWS, model)
     losses = [sft.completion_loss(model, batch, count) for batch in sft.micro_batches(args, rows)]
     assert len(losses) == 2
-    assert float(sum(losses)) == pytest.approx(plain, rel=1e-6 if name in FLOAT32_INSIDE else 1e-12)
+    assert float(sum(losses)) == pytest.approx(plain, rel=1e-12)
 
 
 def test_texts_and_chats_become_ids_with_one_bos_and_one_eos(tmp_path):

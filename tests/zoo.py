@@ -36,9 +36,9 @@ ARCHITECTURES = {
 }
 
 
-def make_model(name: str, vocab_size: int = len(WORDS), seed: int = 0):
+def make_model(name: str, vocab_size: int = len(WORDS)):
     """In eval mode, with weights large enough that its distributions are far from uniform; <eos> is 1."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     family, options = ARCHITECTURES[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, "vocab_size": vocab_size, **options})
     config.initializer_range = 0.3
@@ -132,8 +132,7 @@ PAIRS = [
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
     {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
 ]
-STAGE_MODELS = ["llama", "gpt2", "gemma2", "bloom", "mistral", "lfm2", "falcon_h1"]
-FLOAT32_INSIDE = ("gemma2", "bloom", "falcon_h1")  # also after .double()
+STAGE_MODELS = ["llama", "gpt2", "qwen2", "mistral", "lfm2"]  # all in float64 after .double()
 
 
 def few(name: str, count: int, folder: Path) -> Path:

@@ -673,6 +673,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
         rows = dataset[first : first + size]
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=True)
         scores[first : first + size] = score(reward, tokenizer, rows, rollout)
+    release(policy)
     groups = defaultdict(list)
     for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
         groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
