@@ -69,10 +69,10 @@ class Args:  # the comment behind a flag is its --help text
     margin: float = 0.0  # by this the chosen score should be higher; a column `margin` gives it for each pair
     center_rewards_coefficient: float = 0.01  # weight of the term that keeps scores near 0
     learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
-    warmup_iterations: int = 20  # the learning rate rises linearly to its peak over this many iterations
+    warmup_iterations: int = 20  # the learning rate rises linearly this long, below the line of --anneal_lr
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
-    gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
+    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 70  # iterations between evaluations, also before the first and after the last; 0: none
@@ -246,7 +246,7 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
+        time.sleep(10 if RANK else 0)  # rank 0 prints first; torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -430,14 +430,14 @@ def open_run(args, state, dataset):
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)
+        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
         path.write_text(json.dumps(flags, indent=2))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # What came after the checkpoint comes again. A kill may have torn the last line.
+                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
     return run_dir, start

@@ -87,7 +87,7 @@ class Args:  # the comment behind a flag is its --help text
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response, 40 for the toy; then it is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward. A function gets lists (prompts, completions, truncated, each column), and returns one of scores
+    # Reward. A function gets the lists prompts, completions, truncated, each column; returns a list of scores
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
@@ -98,10 +98,10 @@ class Args:  # the comment behind a flag is its --help text
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
-    warmup_iterations: int = 0  # the learning rate rises linearly to its peak over this many iterations
+    warmup_iterations: int = 0  # the learning rate rises linearly this long, below the line of --anneal_lr
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
-    gradient_checkpointing: bool = False  # recompute activations: less memory, a slower update
+    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
     eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
@@ -398,7 +398,7 @@ def main(args):
             metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
         if k > 1:
             groups = rollout["raw_scores"].view(-1, k)
-            # The share of prompts whose responses all score the same, so that none is better than another
+            # The share of prompts to whose responses the reward gives the same score
             metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
@@ -433,7 +433,7 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 if RANK else 0)  # if rank 0 fails, too, it prints first, and torchrun stops the others
+        time.sleep(10 if RANK else 0)  # rank 0 prints first; torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -580,7 +580,7 @@ def load_reward(args, name, rows):
             inputs = model_inputs(*left_pad(id_lists[i : i + args.micro_batch_size], args.device))
             with autocast(args):
                 hidden_states = model.base_model(**inputs, use_cache=False).last_hidden_state
-            # model() scores the last token that is not the pad token: it would miss an EOS that is.
+            # model() scores the last token that is not padding, and takes an EOS that equals pad for it.
             scores += model.score(hidden_states[:, -1].float()).squeeze(1).tolist()
         return scores
 
@@ -654,14 +654,14 @@ def open_run(args, state, dataset):
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
         lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)
+        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
         path.write_text(json.dumps(flags, indent=2))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # What came after the checkpoint comes again. A kill may have torn the last line.
+                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
     return run_dir, start

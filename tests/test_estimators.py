@@ -106,7 +106,8 @@ def test_equal_scores_in_float32(name):
     """The mean of k equal floats may be off by a rounding; over a std of that size it would be |A| = 0.95."""
     for k, score in product(ks_of(name), (0.1, 1 / 3, -0.7)):
         scores = torch.cat([torch.full((k,), score), torch.arange(k) % 2.0])
-        rollout = {"scores": scores, "response_mask": torch.ones(2 * k, 3, dtype=torch.bool)}
+        mask = torch.ones(2 * k, 3, dtype=torch.bool)
+        rollout = {"scores": scores, "response_mask": mask} | dict.fromkeys(references.EXTRA, mask.float())
         result = MODULES[name].compute_advantages(make_args(name, samples_per_prompt=k), rollout)
         assert (result["advantages"][:k] == 0).all() and result["advantages"].dtype == torch.float32
 

@@ -176,7 +176,7 @@ def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
             loss, share = loss_of(args, batch, new, *counts)
             policy_loss, _ = loss_of(without_kl, batch, new, *counts)
             sums["policy_loss"] += float(policy_loss)
-            if method in ("grpo", "reinforce_pp_baseline"):
+            if float(loss - policy_loss):  # a KL term
                 sums["kl_loss"] += float(loss - policy_loss)
             if share is not None:
                 sums["rejected" if method == "flash_reinforce" else "clip_fraction"] += share
