@@ -25,7 +25,7 @@ PLANTED = {bug.name: bug for bug in BUGS.values() if bug.trained is not None}
 FLAGS = {name: bug.trained for name, bug in PLANTED.items()}
 # grpo.py would stop: it divides by the length, which is 0 for a response that is only an EOS.
 PLANTED["eos masked"] = replace(BUGS["eos masked"], where="reinforce_pp.generate")
-LEFT_OUT = ("iteration", "seconds", "tokens_per_second", "learning_rate", "policy_loss")
+LEFT_OUT = ("iteration", "tokens_per_second", "learning_rate", "policy_loss")
 
 
 def parent(bug: str) -> tuple[str, dict]:

@@ -26,12 +26,8 @@ TOY |= {"model": ROOT / "toy" / "policy", "dataset": ROOT / "toy" / "train.jsonl
 TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "num_iterations": 5}
 WORKLOADS = {"toy": TOY, "tail": TAIL}
 FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "dtype": "float32", "device": "cpu"}
-FLAGS |= {
-    "eval_every": 0,
-    "log_every": 10**6,
-    "save_every": 0,
-    "learning_rate": 1e-9,
-}  # lengths hardly change
+FLAGS |= {"eval_every": 0, "log_every": 10**6, "save_every": 0}
+FLAGS |= {"learning_rate": 1e-9}  # lengths hardly change
 COMMANDS = {
     "TRL": [ROOT / "experiments" / ".trl" / "bin" / "python", ROOT / "experiments" / "speed_trl.py"],
     "grpo.py": [sys.executable, ROOT / "grpo.py"],
@@ -74,6 +70,9 @@ def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, **
     output = subprocess.run(command, check=True, **options).stdout.splitlines()
     text = output if system == "TRL" else (run_dir / "metrics.jsonl").read_text().splitlines()
     _, *lines = [json.loads(line) for line in text if line.startswith('{"')]
+    if system != "TRL":  # grpo.py logs the speed
+        size = WORKLOADS[workload]["batch_size"]
+        lines = [x | {"seconds": size * x["response_length"] / x["tokens_per_second"]} for x in lines]
     row = {"seconds": curve(lines, "seconds"), "response_length": curve(lines, "response_length")}
     row |= {"peak_gib": int(output[-1].split()[1]) / 2**20}
     return row | ({"versions": lines[-1]["versions"]} if system == "TRL" else {})
