@@ -502,7 +502,7 @@ def check(condition, message):
 def check_args(args):
     """Refuse what cannot work before anything is loaded, and give the toy its held-out prompts."""
     k = args.samples_per_prompt
-    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use {args.min_samples_per_prompt} up")
+    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use >= {args.min_samples_per_prompt}")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
     check(
         args.batch_size % unit == 0,

@@ -196,7 +196,7 @@ def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
 def test_policy_scripts(runs, name):
     folder, seen = runs
     if f"{name}0" not in seen:
-        pytest.skip("needs two ranks")
+        pytest.skip("fsdp and async need two ranks")
     args = importlib.import_module(name).Args(**flags_of(name, folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     line, ranks, norms = last_iteration(folder / f"{name}0", seen[f"{name}0"])
