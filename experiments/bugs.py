@@ -1,6 +1,6 @@
 """Train with known bugs: which of them does the score hide, and what shows them?
 
-    python experiments/bugs.py        train and draw docs/bugs.png: 30 minutes on two cores
+    python experiments/bugs.py        train and draw docs/bugs/*.png: 30 minutes on two cores
 
 A bug of tools/planted.toml is trained on the toy, beside the unchanged script with the same flags. A row has the
 metrics of every iteration, which tools/diagnose.py reads.
@@ -73,13 +73,17 @@ SIGNS = {"logprob_difference": 1e-4, "kl": 0.02, "clip_fraction": 0.002, "grad_n
 SIGNS |= {"truncated": 0.01, "response_length": 1}
 # How much of the unchanged script's rise in score the bugs of a group leave, at least
 GROUPS = {"silent": 0.97, "slow": 0.4, "loud": -math.inf}
-# Those in docs/bugs.png, with the metric below the score
+# The questions of docs/bugs.md, with the metric that its picture shows beside the score
 SHOWN = {
-    "kl with the wrong sign": "kl", "a reference that moves": "kl", "no zero_grad": "grad_norm",
-    "eos masked": "entropy", "sampling without temperature": "logprob_difference",
-    "old log-probs of the reference": "clip_fraction", "reference log-probs of other rows": "kl",
     "groups along the wrong axis": "entropy",
-}  # fmt: skip
+    "kl with the wrong sign": "kl",
+    "sampling without temperature": "logprob_difference",
+    "a reference that moves": "kl",
+    "no zero_grad": "grad_norm",
+    "reference log-probs of other rows": "kl",
+    "eos masked": "entropy",
+    "old log-probs of the reference": "clip_fraction",
+}
 
 
 @cache
@@ -132,41 +136,46 @@ def signs(bug: str) -> str:
     return "<br>".join([*found.values()][:2]) or "nothing"
 
 
+def question(number: int) -> None:
+    """Print a bug of SHOWN as the lines that it changes."""
+    bug = PLANTED[[*SHOWN][number - 1]]
+    flags = " ".join(words_of(bug.trained))
+    print(f"\n```diff\n {bug.where}{' with ' * bool(flags)}{flags}", *bug.changed_lines(), "```\n", sep="\n")
+
+
 def summary() -> None:
     """Print a table of the bugs, the most silent first."""
     lines = []
     for left, bug in sorted(((share(bug), bug) for bug in FLAGS), reverse=True):
         group = next(name for name, least in GROUPS.items() if left >= least)
-        old, new = (line[1:].partition("  #")[0].strip() for line in PLANTED[bug].changed_lines())
         flags = " ".join(words_of(FLAGS[bug]))
-        cells = [group, bug + f"<br>`{flags}`" * bool(flags), f"`{PLANTED[bug].where}`: `{old}` → `{new}`"]
+        cells = [group, f"{bug} (`{PLANTED[bug].where}`)" + f"<br>`{flags}`" * bool(flags)]
         cells += [show(scores(runs)[1]) for runs in (runs_of(bug), unchanged(bug))]
         found = sorted(set.intersection(*map(diagnosed, runs_of(bug))))
         cells += [signs(bug), ", ".join(found) or "nothing", f"`{PLANTED[bug].tests.split()[0]}`"]
         lines.append(cells)
-    heads = ["", "bug", "change", "end score", "unchanged", "metric", "`diagnose.py`", "test"]
+    heads = ["", "bug", "end score", "unchanged", "metric", "`diagnose.py`", "test"]
     common.table(heads, lines, results())
 
 
 def draw() -> None:
-    """Draw docs/bugs.png: score and a metric of each bug in SHOWN, over the runs of the unchanged script in grey."""
+    """Draw docs/bugs/1.png and so on: score and a metric of each bug in SHOWN, the unchanged script in grey."""
     import matplotlib.pyplot as plt
     import plot
 
-    figure, axes = plt.subplots(4, 4, figsize=(10, 8), dpi=110, layout="constrained")
-    for number, (bug, metric) in enumerate(SHOWN.items()):
-        top, column = number // 4 * 2, number % 4
-        for axis, name in zip(axes[top : top + 2, column], ("score", metric)):
+    for number, (bug, metric) in enumerate(SHOWN.items(), 1):
+        figure, axes = plt.subplots(1, 2, figsize=(6, 1.9), dpi=110, layout="constrained")
+        for axis, name in zip(axes, ("score", metric)):
             for runs, color in ((unchanged(bug), "#999999"), (runs_of(bug), plot.COLORS[1])):
                 for run in runs:
                     axis.plot(range(1, 1 + ITERATIONS), run["metrics"][name], color=color, lw=1)
-            axis.set_ylabel(name, fontsize=7)
-            axis.tick_params(labelsize=7)
+            axis.set_title(name, fontsize=9)
+            axis.set_xlabel("iteration", fontsize=8)
+            axis.tick_params(labelsize=8)
             axis.grid(alpha=0.25)
-        axes[top, column].set_title(f"{number + 1}. {bug}", fontsize=8, loc="left", fontweight="bold")
-        axes[top, column].set_ylim(0, 1.03)
-    figure.supxlabel("iteration", fontsize=9)
-    plot.save(figure, ROOT / "docs" / "bugs.png")
+        axes[0].set_ylim(0, 1.03)
+        plot.save(figure, ROOT / "docs" / "bugs" / f"{number}.png")
+        plt.close(figure)
 
 
 def main() -> None:
