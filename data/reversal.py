@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tyro
 
+FOLDER = Path(__file__).parent / "reversal"
 FILE = json.loads(Path(__file__).with_suffix(".json").read_text())
 WORDS, NEW_WORDS, QUESTIONS = FILE["words"].split(), FILE["new_words"].split(), FILE["questions"]
 
@@ -24,9 +25,6 @@ class Args:
     test: tuple[str, ...] = ("3 words", "3 new words", "4 words")  # levels to hold out
     size: int = 1000  # prompts to train on, of each level
     held_out: int = 32  # prompts to evaluate on, of each level; none of them is trained on
-    demonstrations: int = 0  # prompts of train.jsonl with their answer, for sft.py
-    pairs: int = 0  # prompts of train.jsonl with a right and a wrong answer, for reward_model.py and dpo.py
-    folder: Path = Path(__file__).parent / "reversal"  # where the files go
 
 
 def turn(role: str, text: str) -> dict:
@@ -51,26 +49,7 @@ def make_rows(args: Args) -> dict[str, list[dict]]:
         train += rows[args.held_out : args.held_out + args.size] if level in args.train else []
     for question, answer in QUESTIONS.items():
         test.append({"prompt": [turn("user", question)], "answer": answer, "group": "plain questions"})
-
-    draw, demonstrations, pairs = random.Random(1), [], []
-    for row in draw.sample(train, args.demonstrations):
-        demonstrations.append({"prompt": row["prompt"], "completion": [turn("assistant", row["answer"])]})
-    for row in draw.sample(train, args.pairs):
-        rejected = wrong(draw, row["answer"], draw.choice(train)["answer"])
-        sides = {"chosen": [turn("assistant", row["answer"])], "rejected": [turn("assistant", rejected)]}
-        pairs.append({"prompt": row["prompt"]} | sides)
-    return {"train": train, "test": test, "demonstrations": demonstrations, "pairs": pairs}
-
-
-def wrong(draw: random.Random, answer: str, other: str) -> str:
-    """The words in another order, or with one of another answer."""
-    words, others = answer.split(", "), other.split(", ")
-    if draw.random() < 0.5:
-        draw.shuffle(words)
-    else:
-        words[draw.randrange(len(words))] = draw.choice(others)
-    text = ", ".join(words)
-    return text if text != answer else f"{answer}, {others[0]}"
+    return {"train": train, "test": test}
 
 
 def score(completions, answer, group, **columns) -> list[float]:
@@ -82,12 +61,11 @@ def score(completions, answer, group, **columns) -> list[float]:
 
 
 def main(args: Args) -> None:
-    args.folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(exist_ok=True)
     for name, rows in make_rows(args).items():
-        if rows:
-            path = args.folder / f"{name}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            print(f"{path}: {len(rows)} prompts")
+        path = FOLDER / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} prompts")
 
 
 if __name__ == "__main__":
