@@ -2,8 +2,8 @@
 
     python tools/plot.py runs/a runs/b --out b.png
 
-Runs whose flags differ only in the seed share a line, their mean, shaded from the lowest to the highest value. The
-flags that differ name a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
+Runs whose flags differ only in the seed share a line, their mean. The flags that differ name a line. For
+sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
 """
 
 import json
@@ -47,42 +47,30 @@ def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]
 def draw(groups: dict[str, list[list[dict]]], path: Path):
     """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
     import matplotlib.pyplot as plt
+    from matplotlib import cycler
 
     found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     height = math.ceil(len(names) / 2)
-    size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
-    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, **size)
+    plt.rc("axes", prop_cycle=cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
+    size = (8, 2.2 * height + 0.4)
+    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, figsize=size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis, name in zip(axes.flat, names):
-        for number, (label, seeds) in enumerate(groups.items()):
+        for label, seeds in groups.items():
             values = defaultdict(list)  # by iteration
             for row in chain(*seeds):
                 if name in row:
                     values[row["iteration"]].append(row[name])
-            xs = sorted(values)
-            color, style = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
-            means, marker = [mean(values[x]) for x in xs], "." if len(xs) < 10 else ""
-            axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker, label=label)
-            if len(groups) <= len(COLORS):  # more shades than that would hide the lines
-                ends = ([end(values[x]) for x in xs] for end in (min, max))
-                axis.fill_between(xs, *ends, color=color, alpha=0.15, linewidth=0)
+            xs, marker = sorted(values), "." if len(values) < 10 else ""
+            axis.plot(xs, [mean(values[x]) for x in xs], linewidth=1.3, marker=marker, label=label)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.25)
     figure.supxlabel("iteration", fontsize=10)
-    handles = axes.flat[0].lines
-    figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
-    save(figure, path)
+    figure.legend(handles=axes.flat[0].lines, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
     return figure
-
-
-def save(figure, path: Path) -> None:
-    """Write a PNG of 256 colours, a third of the bytes of a usual one."""
-    from PIL import Image
-
-    figure.savefig(path)
-    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path("plot.png")) -> None:
