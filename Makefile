@@ -44,11 +44,6 @@ real: .venv/scripts .venv/group-real
 		--batch_size 32 --samples_per_prompt 8 --micro_batch_size 16 --kl_coef 0.3 --learning_rate 1e-5 \
 		--warmup_iterations 2 --num_iterations 20 --eval_every 20 --log_every 5 --save_every 0
 
-# make test-real: train a real model, open the result with transformers' pipeline, and test the rewards of data/.
-test-real: .venv/scripts .venv/group-test .venv/group-test-real
-	.venv/bin/python data/smollm2.py
-	.venv/bin/python -m pytest -n 0 -m real
-
 # make docs: build the site; open site/index.html.   make test-docs: build it and test it in a browser.
 docs: .venv/group-docs
 	.venv/bin/python web/make_site.py
@@ -91,5 +86,5 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm real test-real docs test-docs variant sync diff
+.PHONY: demo test format tables vectors test-long test-vllm real docs test-docs variant sync diff
 .PRECIOUS: .venv/group-%

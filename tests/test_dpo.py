@@ -1,7 +1,5 @@
 """dpo.py: the loss, log-probs of responses only, a reference that stays the start. Also: test_sft.py, test_ranks.py."""
 
-import math
-
 import pytest
 import torch
 import zoo
@@ -15,13 +13,10 @@ USER, ANSWER = {"role": "user", "content": "3 ?"}, {"role": "assistant", "conten
 
 def test_the_loss_is_the_papers():
     torch.manual_seed(0)
-    chosen, rejected, ref_chosen, ref_rejected = 3 * torch.randn(4, 3, dtype=torch.float64)
-    total = 0.0
-    for i in range(3):
-        x = 0.3 * ((chosen[i] - ref_chosen[i]) - (rejected[i] - ref_rejected[i]))
-        total += math.log(1 + math.exp(-x))
-    loss = dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.3)
-    assert float(loss) == pytest.approx(total / 3, rel=1e-12)
+    chosen, rejected, ref_chosen, ref_rejected = logprobs = 3 * torch.randn(4, 3, dtype=torch.float64)
+    margins = 0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    expected = (1 + (-margins).exp()).log().mean()
+    assert float(dpo.dpo_loss(*logprobs, 0.3)) == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", STAGE_MODELS)
