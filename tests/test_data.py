@@ -12,7 +12,7 @@ def answer_to(turn: dict) -> str:
 
 
 def test_lists_have_right_answers_and_hold_out_what_they_say():
-    files = reversal.make_rows(reversal.Args(size=60, held_out=20))
+    files = reversal.make_rows()
     rows = files["train"] + files["test"]
     questions = [row["prompt"][-1]["content"] for row in rows]
     assert len(set(questions)) == len(questions)

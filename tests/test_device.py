@@ -7,7 +7,7 @@ NCCL do, the tests refuse a collective on it, and an operation on both kinds tha
 import importlib
 
 import pytest
-from torch import Tensor, dtype
+from torch import Tensor, device
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from zoo import STAGE_DATA, few
@@ -23,7 +23,7 @@ class Devices(TorchFunctionMode):
         may_mix = all(x.dim() == 0 for x in on_host) or function in (Tensor.copy_, Tensor.__getitem__)
         assert may_mix or len(on_host) == len(inputs), f"{function.__name__} gets tensors of both"
         result = function(*args, **kwargs)
-        if function is Tensor.to and not isinstance(args[1], dtype):
+        if function is Tensor.to and any(isinstance(x, device | str) for x in [*args, *kwargs.values()]):
             return result.clone()  # without the mark
         if function is Tensor.cpu or (len(on_host) == len(inputs) and not kwargs.get("device")):
             for x in tree_leaves(result):

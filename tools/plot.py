@@ -2,8 +2,7 @@
 
     python tools/plot.py runs/a runs/b --out b.png
 
-Runs whose flags differ only in the seed share a line, their mean. The flags that differ name a line. For
-sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
+Each run is a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
 """
 
 import json
@@ -17,7 +16,6 @@ from statistics import mean
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
 
 
@@ -31,17 +29,6 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
     if not rows:
         sys.exit(f"error: {folder} has no finished iteration yet; leave it out")
     return json.loads((folder / "args.json").read_text()), list(rows.values())
-
-
-def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
-    """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
-    groups = defaultdict(list)
-    for flags, rows in runs:
-        others = [other for other, _ in runs if other["exp_name"] == flags["exp_name"]]
-        is_own = {name: any(other.get(name) != x for other in others) for name, x in flags.items()}
-        label = [f"{name} {x}" for name, x in flags.items() if is_own[name] and name not in FREE]
-        groups[" ".join([flags["exp_name"], *label])].append(rows)
-    return groups
 
 
 def draw(groups: dict[str, list[list[dict]]], path: Path):
@@ -74,7 +61,7 @@ def draw(groups: dict[str, list[list[dict]]], path: Path):
 
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path("plot.png")) -> None:
-    draw(group_runs([read_run(folder) for folder in runs]), out)
+    draw({str(run): [read_run(run)[1]] for run in runs}, out)
     print(f"wrote {out}")
 
 
