@@ -13,7 +13,7 @@ auto = transformers.AutoModelForSequenceClassification
 
 
 def test_large_differences_do_not_overflow():
-    assert rm.preference_loss(torch.tensor([1000.0, -1000.0]), torch.zeros(2)) == 500.0
+    assert rm.preference_loss(torch.tensor([1000.0, 1000.0, 1000.0, -1000.0]), torch.zeros(4)) == 250.0
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
