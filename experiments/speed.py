@@ -57,8 +57,8 @@ def measure(run_dir: Path, workload: str, system: str, seed: int) -> dict:
     _, *lines = read_jsonl(run_dir / "metrics.jsonl")
     for line in lines:
         line["seconds"] = flags["batch_size"] * line["response_length"] / line["tokens_per_second"]
-    row = {key: curve(lines, key) for key in ("seconds", "response_length")} | {"peak_gib": int(peak) / 2**20}
-    return row | ({"versions": versions("trl")} if system == "TRL" else {})
+    row = {key: curve(lines, key) for key in ("seconds", "response_length")}
+    return row | {"peak_gib": int(peak) / 2**20, "versions": versions("trl")}
 
 
 def tokens_per_second(runs: list[dict]) -> float:

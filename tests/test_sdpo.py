@@ -1,6 +1,5 @@
 """sdpo.py: which demonstration a response gets, and what its teacher has read."""
 
-import pytest
 import torch
 from zoo import make_model, make_tokenizer, refused, run
 
@@ -50,16 +49,14 @@ def test_a_response_is_rated_after_another_right_one_of_its_group():
     assert result["teacher_logprobs"][3:].unique().tolist() == [-1.0, 0.0]  # the old ones
 
 
-@pytest.mark.parametrize("chats", [False, True])
-def test_the_column_comes_first(chats):
+def test_the_column_comes_first():
     """In chat messages the demonstration stands in the last one."""
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
-    prompts = [[{"role": "user", "content": text}] for text in PROMPTS] if chats else PROMPTS
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
     result, responses = teach(model, tokenizer, prompts, demonstration="answer 4")
     for i, response in enumerate(responses):
-        text = f"answer 4 {PROMPTS[i // 3]}"
-        text = f"<bos> <user> {text} <end> <model>" if chats else text
-        check(result["teacher_logprobs"][i], model, tokenizer(text)["input_ids"], response)
+        context = tokenizer(f"<bos> <user> answer 4 {PROMPTS[i // 3]} <end> <model>")["input_ids"]
+        check(result["teacher_logprobs"][i], model, context, response)
 
 
 def test_a_template_without_a_place_for_the_demonstration_is_refused(tmp_path, capsys):

@@ -59,9 +59,8 @@ def read(path: Path) -> tuple[dict, list[dict]]:
         logged = [{"step": x["step"]} | x["data"] for x in map(json.loads, text.splitlines())]
     for line in logged:
         row = {NAMES[name]: x for name, x in line.items() if name in NAMES and x is not None}
-        row |= {
-            f"eval/score/{name}": x for name, x in line.items() if "val-core/" in name and "/mean@" in name
-        }
+        held_out = [name for name in line if "val-core/" in name and "/mean@" in name]
+        row |= {f"eval/score/{name}": line[name] for name in held_out}
         if "kl" in row:
             row["kl"] *= row["response_length"]
         rows.append({"iteration": line["step"]} | row)
@@ -126,12 +125,11 @@ def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
 
 
 def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
-    """A line for each finding by its name. Empty before 5 iterations of a policy script."""
+    """A line for each finding by its name."""
     held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
     held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
     trained = [row for row in rows if "score" in row]  # without the evaluation before training
-    found = evidence(flags, trained, held_out) if len(trained) >= 5 else []
-    return {name: f"{text}. {REMEDIES[name]}" for name, text in found}
+    return {name: f"{text}. {REMEDIES[name]}" for name, text in evidence(flags, trained, held_out)}
 
 
 def main(run: tyro.conf.Positional[Path]) -> None:
