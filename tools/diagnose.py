@@ -67,8 +67,11 @@ def read(path: Path) -> tuple[dict, list[dict]]:
     return {}, rows
 
 
-def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
-    """Yields the name of each finding and what shows it. held_out has pairs of a mean score and its iteration."""
+def findings(flags: dict, rows: list[dict]):
+    """Yields the name of each finding and what shows it."""
+    held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
+    held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
+    rows = [row for row in rows if "score" in row]  # without the evaluation before training
 
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if name in row] or [0.0]
@@ -124,19 +127,12 @@ def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
         yield "idle clip", f"clip_fraction is 0 in every iteration, with {steps} steps per rollout"
 
 
-def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
-    """A line for each finding by its name."""
-    held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
-    held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
-    trained = [row for row in rows if "score" in row]  # without the evaluation before training
-    return {name: f"{text}. {REMEDIES[name]}" for name, text in evidence(flags, trained, held_out)}
-
-
 def main(run: tyro.conf.Positional[Path]) -> None:
     flags, rows = read(run)
     if sum("score" in row for row in rows) < 5:
         sys.exit(f"{run} has fewer than 5 iterations of a policy script, too few to tell")
-    print(*findings(flags, rows).values() or ["nothing stands out; read samples.jsonl, too"], sep="\n")
+    found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
+    print(*found or ["nothing stands out; read samples.jsonl, too"], sep="\n")
     logged = str({name for row in rows for name in row})
     missing = [
         rule for rule, name in NEEDS.items() if name not in logged or (rule == "idle clip" and not flags)
