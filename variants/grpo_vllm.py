@@ -308,7 +308,7 @@ def token_logprobs(args, model, batch):
 def micro_batches(rollout, indices, size):
     """Yield parts of up to `size` rows of similar lengths, and their tensors, cut to the longest of them."""
     lengths = rollout["response_mask"][indices].sum(1)
-    for part in indices[lengths.argsort()].split(size):
+    for part in indices[lengths.argsort(stable=True)].split(size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
         is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
         for name, tensor in batch.items():
@@ -334,8 +334,7 @@ def process_scores(args, scores, truncated):
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
     if args.reward_zscore:
         scores = scores - mean(scores)
-        std = math.sqrt(mean(scores.square()))
-        scores = scores / max(std, 1e-4)
+        scores = scores / max(math.sqrt(mean(scores.square())), 1e-4)  # their std
     return scores.clamp(-args.reward_clip, args.reward_clip)
 
 
@@ -682,7 +681,7 @@ def open_run(args, state, dataset):
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
-        may_change = {"run_dir", "eval_samples", "eval_every", "log_every", "save_every", "track"}
+        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
         may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
         may_change.add("kv_cache_gib")
         if not args.anneal_lr:
