@@ -8,7 +8,8 @@
 //   ref         log pi_ref of each token              values   the critic's value before each token
 //
 // Each function returns {advantages, weights, clipped}: a list per response, with an entry per token. The weight of a
-// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss.
+// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss. And share, a
+// function: how much one token counts in the loss.
 
 const sum = (xs) => xs.reduce((total, x) => total + x, 0);
 const mean = (xs) => sum(xs) / xs.length;
@@ -61,7 +62,6 @@ function whitened(lists) {
 
 // --- losses ------------------------------------------------------------------------------------------------
 
-// How much one token counts in the loss.
 const meanOverTokens = (batch) => 1 / sum(batch.responses.map((response) => response.logRatios.length));
 const meanOverResponses = (batch) => 1 / batch.responses.length;
 const overLength = (batch, response) => 1 / (batch.responses.length * response.logRatios.length);
@@ -69,6 +69,7 @@ const overMaxLength = (batch) => 1 / (batch.responses.length * batch.maxLength);
 
 /** REINFORCE: the weight of a token is its advantage. */
 const reinforceLoss = (batch, advantages, share) => ({
+  share,
   advantages,
   weights: eachToken(batch, (response, t, i) => share(batch, response) * advantages[i][t]),
   clipped: eachToken(batch, () => false),
@@ -84,7 +85,7 @@ function clippedLoss(batch, advantages, share, low = 0.2, high = 0.2, klPull = (
     const push = clipped[i][t] ? 0 : Math.exp(response.logRatios[t]) * advantages[i][t];
     return share(batch, response) * (push + batch.beta * klPull(response, t));
   });
-  return { advantages, weights, clipped };
+  return { share, advantages, weights, clipped };
 }
 
 // Two KL terms of a loss: minus their derivative, with d = log(pi_theta / pi_ref).

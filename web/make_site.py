@@ -25,6 +25,7 @@ import sync  # noqa: E402
 GUIDE = (
     "bugs metrics exact methods variants stages recipes results scaling".split()
 )  # then what else docs/ has
+PAGES = {"Compare": "compare", "Train it": "train"}  # of web/
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)  # of git diff
 TEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -59,6 +60,8 @@ def matrix_of(names: list[str], differences: dict[str, list]) -> str:
 
 def page_of(path: Path) -> Path:
     """The page that a file of the repository becomes, before zensical makes HTML of it."""
+    if path.suffix == ".html":
+        return WORK / "pages" / f"{path.stem}.md"
     name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
     return WORK / "pages" / (name if path.suffix in (".md", ".png") else f"{name}.md")
 
@@ -73,7 +76,7 @@ def write_pages(scripts: dict[str, Path]) -> None:
             file = file / "README.md" if file.is_dir() else file
             if not file.is_file() or not file.is_relative_to(ROOT):
                 return match[0]
-            if file not in todo:
+            if file not in todo and file.suffix != ".html":
                 todo.append(file)
             return os.path.relpath(page_of(file), page_of(path).parent)
 
@@ -93,8 +96,8 @@ def write_settings() -> None:
     """web/zensical.yml with the navigation."""
     pages = sorted({path.stem for path in ROOT.glob("docs/*.md")} - {"learn", *GUIDE})
     guide = [f"{name}.md" for name in [*GUIDE, *pages] if (ROOT / "docs" / f"{name}.md").exists()]
-    nav = [{name.title(): f"{name}.md"} for name in ("learn", "compare", "playground")]
-    nav = [{"Home": "index.md"}, *nav, {"Guide": [*guide, "CONTRIBUTING.md"]}]
+    nav = [{title: f"{name}.md"} for title, name in [("Home", "index"), ("Learn", "learn"), *PAGES.items()]]
+    nav.append({"Guide": [*guide, "CONTRIBUTING.md"]})
     (WORK / "zensical.yml").write_text(f"{(WEB / 'zensical.yml').read_text()}nav: {json.dumps(nav)}\n")
 
 
@@ -107,7 +110,7 @@ def mathml(match: re.Match) -> str:
 
 
 def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
-    """What Compare and Playground show, as a script: a page that is opened from disk may not fetch.
+    """What Compare shows, as a script: a page that is opened from disk may not fetch.
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
     """
@@ -125,7 +128,7 @@ def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
         data[name] = about | {"lines": own}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
     constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())
-    (WORK / "pages" / "assets" / "data.js").write_text("".join(constants))
+    (WORK / "pages" / "data.js").write_text("".join(constants))
 
 
 def main() -> None:
@@ -136,11 +139,13 @@ def main() -> None:
     write_pages(scripts)
     matrix = matrix_of(list(scripts), differences)
     options = "".join(f"<option>{name}</option>" for name in scripts)
-    text = (WEB / "compare.html").read_text().replace("{matrix}", matrix).replace("{options}", options)
-    (WORK / "pages" / "compare.md").write_text(text)
-    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
-    others = shutil.ignore_patterns("*.py", "*.html", "*.yml", "__*")
-    shutil.copytree(WEB, WORK / "pages" / "assets", ignore=others)
+    for title, name in PAGES.items():
+        body = (WEB / f"{name}.html").read_text().rpartition("<body>\n")[2]
+        body = body.replace("{matrix}", matrix).replace("{options}", options)
+        head = f"---\ntitle: {title}\nhide: [navigation, toc, footer]\n---\n"
+        page_of(WEB / f"{name}.html").write_text(head + body)
+    for path in [WEB / "site.css", *WEB.glob("*.js")]:
+        shutil.copy(path, WORK / "pages")
     write_data(scripts, differences)
     write_settings()
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", WORK / "zensical.yml"]
