@@ -44,20 +44,6 @@ def hunks(a: Path, b: Path) -> list[list[int]]:
     return found
 
 
-def matrix_of(names: list[str], differences: dict[str, list]) -> str:
-    """A table of all pairs of scripts with the number of lines that differ."""
-
-    def cell(a: str, b: str) -> str:
-        count = sum(a1 - a0 + b1 - b0 for a0, a1, b0, b1 in differences.get(f"{a}..{b}", []))
-        share = min(round(4 * count**0.5), 100)  # how strong the colour is
-        link = f'<a href="compare.html#{a}..{b}">{count}</a>' if a != b else ""
-        return f'<td style="--share:{share}%">{link}</td>'
-
-    head = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
-    rows = "".join(f'<tr><th scope="row">{a}</th>{"".join(cell(a, b) for b in names)}</tr>' for a in names)
-    return f'<table class="matrix"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>'
-
-
 def page_of(path: Path) -> Path:
     """The page that a file of the repository becomes, before zensical makes HTML of it."""
     if path.suffix == ".html":
@@ -109,7 +95,7 @@ def mathml(match: re.Match) -> str:
     return f'<{tag} class="math">{result}</{tag}>'
 
 
-def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
+def write_data(scripts: dict[str, Path]) -> None:
     """What Compare shows, as a script: a page that is opened from disk may not fetch.
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
@@ -126,6 +112,7 @@ def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
         section = sections.get(name) or sections.get(name.rpartition("_")[2], "")  # grpo_lora: lora
         about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": section}
         data[name] = about | {"lines": own}
+    differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
     constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())
     (WORK / "pages" / "data.js").write_text("".join(constants))
@@ -135,18 +122,14 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     readme = (ROOT / "README.md").read_text()
     scripts = dict(sorted(sync.paths().items(), key=lambda item: readme.find(f"| [`{item[0]}.py`]")))
-    differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     write_pages(scripts)
-    matrix = matrix_of(list(scripts), differences)
-    options = "".join(f"<option>{name}</option>" for name in scripts)
     for title, name in PAGES.items():
         body = (WEB / f"{name}.html").read_text().rpartition("<body>\n")[2]
-        body = body.replace("{matrix}", matrix).replace("{options}", options)
         head = f"---\ntitle: {title}\nhide: [navigation, toc, footer]\n---\n"
-        page_of(WEB / f"{name}.html").write_text(head + body)
+        (WORK / "pages" / f"{name}.md").write_text(head + body)
     for path in [WEB / "site.css", *WEB.glob("*.js")]:
         shutil.copy(path, WORK / "pages")
-    write_data(scripts, differences)
+    write_data(scripts)
     write_settings()
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", WORK / "zensical.yml"]
     subprocess.run(command, check=True)

@@ -4,19 +4,18 @@
 // of the controls in train.html (method, bug, prompts, k, rate, beta, steps, right, seed, colour), and run=30 trains 30
 // rollouts at once. The lessons at the end of train.html are such addresses; docs/learn.md links them.
 
-// --- the policy: the logits of all choices --------------------------------------------------------------------
+// --- the policy: a list of the logits of all choices ----------------------------------------------------------
 
 const START = []; // before training: the reference
 
-function choiceOf(probabilities) {
+const choiceOf = (probabilities) => {
   const at = START.length;
-  START.push(...probabilities.map((p) => Math.log(p)));
-  return { at, end: START.length };
-}
+  return { at, end: START.push(...probabilities.map((p) => Math.log(p))) };
+};
 
 const THINK = choiceOf(TREES[0].first); // or answer; all prompts share this choice
 
-/** All responses to a prompt: the worked-out one, its slips, ten guesses. A token without a choice has probability 1. */
+/** All responses to a prompt: the right one, its slips, ten guesses. A token without a choice has probability 1. */
 function promptOf({ prompt, answer, digits, steps }) {
   const token = (text, choice, option) => ({ text: text.replace(/[<>]/g, ""), choice, option });
   const path = [token("think", THINK, 0)];
@@ -79,9 +78,7 @@ function newRun(settings) {
   let x = (settings.seed * 123456789) % 2147483647;
   const random = () => (x = (x * 16807) % 2147483647) / 2147483647; // between 0 and 1, by Lehmer's method
   const prompts = PROMPTS.slice(0, settings.prompts);
-  const run = { settings, prompts, random, policy: START, values: new Map(), log: [] };
-  sample(run);
-  return run;
+  return sample({ settings, prompts, random, policy: START, values: new Map(), log: [] });
 }
 
 /** A rollout: k responses to each prompt. */
@@ -101,6 +98,7 @@ function sample(run) {
   const kl = (logProbOf(tokens, run.old) - logProbOf(tokens, run.ref)) / run.rollout.length;
   const logprob_difference = mean(tokens.map((x) => Math.abs(logProb(x, run.old) - logProb(x, policy))));
   run.log.push({ ...exact(prompts, policy), kl, logprob_difference });
+  return run;
 }
 
 /** What the functions of estimators.js take. */
@@ -131,11 +129,10 @@ function pushes(run) {
     const advantages = penalizedRewards(batch).map((x) => x - baseline);
     result = reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
   }
-  const { share } = result;
   const weights = eachToken(batch, (response, t, i) => {
     const [push, T] = [result.weights[i][t], response.logRatios.length];
-    if (bug == "kl_loss") return push - beta * share(batch, response); // that of k1 is the same for all tokens
-    if (bug == "length") return push * (share == overLength ? T / LENGTH : LENGTH / T);
+    if (bug == "kl_loss") return push - beta * result.share(batch, response); // k1 pushes all tokens alike
+    if (bug == "length") return push * (result.share == overLength ? T / LENGTH : LENGTH / T);
     return push;
   });
   return { ...result, weights };
@@ -144,12 +141,9 @@ function pushes(run) {
 /** Minus the gradient of the loss: a token pushes its own logit by (1 - p), and the others of its choice by -p. */
 function gradient(rollout, weights, policy) {
   const result = START.map(() => 0);
-  rollout.forEach(({ tokens }, i) =>
-    tokens.forEach(({ choice, option }, t) => {
-      const add = (x, n) => (result[choice.at + n] += weights[i][t] * ((n == option) - Math.exp(x)));
-      if (choice) logProbs(choice, policy).forEach(add);
-    }),
-  );
+  const add = ({ choice, option }, weight) =>
+    logProbs(choice, policy).forEach((x, n) => (result[choice.at + n] += weight * ((n == option) - Math.exp(x))));
+  rollout.forEach(({ tokens }, i) => tokens.forEach((token, t) => token.choice && add(token, weights[i][t])));
   return result;
 }
 
@@ -190,9 +184,10 @@ const control = (name) => controls.find((x) => x.name == name);
 let run; // in progress
 let twin; // the same without the bug, if there is one
 let before; // the run before
-let waiting = 0; // rollouts that are still to come
+let waiting; // rollouts that are still to come
 let summary; // the text beside the buttons
 
+const focused = () => document.activeElement.dataset.says;
 const say = (text) => ($("said").textContent = text);
 const both = (act) => [run, twin].forEach((x) => x && act(x));
 const digits = (x) => (Math.abs(x) < 1e-4 ? "0" : Math.abs(x) < 0.1 ? x.toPrecision(2) : x.toFixed(2));
@@ -247,16 +242,16 @@ function bandsOf({ responses }, policy, isGhost) {
     const [text, toX] = [path[t].text, x + (262 * widths[t]) / sum(widths)];
     const word = write((x + toX) / 2, 17, text, "middle");
     const end = (p, y) => (text == "eos" ? write(toX + 4, y + 4, `✓ ${p}`, "good") : "");
-    const often = (p, y) => (p > 0.013 ? write(toX, y + 13, p, "middle light") : "");
+    const often = (p, y) => (p > 0.013 ? write(toX, y + 12, p, "middle light") : "");
     const width = band("right", path.slice(0, t + 1), x, 26, toX, 26, (p, y) => word + end(p, y));
-    band("slip", responses[t].tokens.slice(0, t + 1), x, 26 + width, x + 14, 80, often);
+    band("slip", responses[t].tokens.slice(0, t + 1), x, 26 + width, x + 14, 76, often);
     x = toX;
   }
-  let from = 160;
+  let from = 164;
   responses.slice(path.length).forEach(({ tokens, score }, digit) => {
     const [kind, label] = [score ? "good" : "wrong", (p, y) => write(235, y + 4, `${digit} ${p}`, kind)];
-    if (!digit) band("guess", tokens.slice(0, 1), 0, 102 + think, 100, from, (p) => write(8, 208, `answer ${p}`));
-    from += band(kind, tokens.slice(0, 2), 100, from, 230, 100 + 14 * digit, label);
+    if (!digit) band("guess", tokens.slice(0, 1), 0, 102 + think, 100, from, (p) => write(8, 212, `answer ${p}`));
+    from += band(kind, tokens.slice(0, 2), 100, from, 230, 106 + 14 * digit, label);
   });
   return html;
 }
@@ -291,8 +286,8 @@ function drawCurves() {
   const longest = Math.max(101, ...logs.map((log) => log.length));
   for (const figure of $("curves").querySelectorAll("figure")) {
     const { keys, top } = figure.dataset;
-    const valuesOf = (log) => (key) => log.map((entry) => entry[key]).filter((x) => x != null); // before a step: none
-    const series = logs.map((log) => keys.split(" ").map(valuesOf(log)));
+    const valuesOf = (log, key) => log.map((entry) => entry[key]).filter((x) => x != null); // none before the step
+    const series = logs.map((log) => keys.split(" ").map((key) => valuesOf(log, key)));
     const [low, high] = [Math.min(0, ...series.flat(2)), Math.max(top, ...series.flat(2))];
     const point = (x, n) => `${(100 * n) / (longest - 1)},${48 - (46 * (x - low)) / (high - low)}`;
     const line = (kind) => (xs, n) => `<polyline class="${"ab"[n]} ${kind}" points="${xs.map(point).join(" ")}"/>`;
@@ -310,9 +305,9 @@ function draw() {
   say((summary = `Rollout ${run.log.length - 1}: P(think) ${shown(think)}, accuracy ${shown(accuracy)}`));
   if (twin) {
     const name = control("bug").querySelector(`[value=${run.settings.bug}]`).textContent;
-    const same = run.policy.every((x, n) => x == twin.policy[n]) ? " The bug has changed no weight so far." : "";
-    const ends = `Accuracy ${shown(accuracy)}, without it ${shown(twin.log.at(-1).accuracy)}.`;
-    $("verdict").textContent = `The bug: ${name}. ${ends}${same}`;
+    const ends = `Accuracy ${shown(accuracy)}, without the bug ${shown(twin.log.at(-1).accuracy)}.`;
+    const same = run.policy.every((x, n) => x == twin.policy[n]) ? "It has changed nothing so far." : "";
+    $("verdict").textContent = `The bug: ${name}. ${ends} ${same}`;
   }
   $("run").textContent = waiting ? "Pause" : "Run";
   const changed = controls.filter(({ value, dataset }) => value != dataset.start);
@@ -345,7 +340,7 @@ $("sample").onclick = () => (both(sample), draw());
 $("again").onclick = begin;
 $("seeds").onclick = trySeeds;
 for (const kind of ["pointerover", "focusin"])
-  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? summary));
+  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? focused() ?? summary));
 // In the tree and the rollout, the arrow keys go from number to number.
 $("train").onkeydown = (event) => {
   const all = [...(event.target.closest("#tree, #rows")?.querySelectorAll("[data-says]") ?? [])];
