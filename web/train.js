@@ -1,8 +1,8 @@
 // The page Train it: a policy that is a tree of choices, those of tree.js, trained in the browser by estimators.js.
 //
-// The address holds what differs from the page's defaults: train.html#method=grpo&k=4&rate=3. Names and values are those
-// of the controls in train.html (method, bug, prompts, k, rate, beta, steps, right, seed, colour), and run=30 trains 30
-// rollouts at once. The lessons at the end of train.html are such addresses; docs/learn.md links them.
+// The address holds what differs from the page's defaults: train.html#method=grpo&k=4&rate=3. Names and values are
+// those of the controls in train.html (method, bug, prompts, k, rate, beta, steps, right, seed, colour); run=30 trains
+// 30 rollouts at once. The lessons at the end of train.html are such addresses; docs/learn.md links them.
 
 // --- the policy: a list of the logits of all choices ----------------------------------------------------------
 
@@ -75,7 +75,7 @@ const LENGTH = exact(PROMPTS.slice(0, 1), START).length; // 6.6, the mean length
 const MAX_LENGTH = 40; // of a response, in the scripts
 
 function newRun(settings) {
-  let x = (settings.seed * 123456789) % 2147483647;
+  let x = (settings.seed * 123456789) % 2147483647 || 1;
   const random = () => (x = (x * 16807) % 2147483647) / 2147483647; // between 0 and 1, by Lehmer's method
   const prompts = PROMPTS.slice(0, settings.prompts);
   return sample({ settings, prompts, random, policy: START, values: new Map(), log: [] });
@@ -187,7 +187,6 @@ let before; // the run before
 let waiting; // rollouts that are still to come
 let summary; // the text beside the buttons
 
-const focused = () => document.activeElement.dataset.says;
 const say = (text) => ($("said").textContent = text);
 const both = (act) => [run, twin].forEach((x) => x && act(x));
 const digits = (x) => (Math.abs(x) < 1e-4 ? "0" : Math.abs(x) < 0.1 ? x.toPrecision(2) : x.toFixed(2));
@@ -196,8 +195,7 @@ const shown = (x = 0) => digits(x).replace("-", "−");
 /** A new run with the settings of the page. The one before it stays in grey. */
 function begin() {
   if (run?.log.length > 5) before = run;
-  const values = controls.map(({ name, value }) => [name, isNaN(value) ? value : Number(value)]);
-  const settings = Object.fromEntries(values);
+  const settings = Object.fromEntries(controls.map(({ name, value }) => [name, isNaN(value) ? value : Number(value)]));
   const bug = control("bug").selectedOptions[0].dataset.is ?? settings.bug; // of a mystery
   run = newRun({ ...settings, bug });
   twin = settings.bug == "none" ? null : newRun({ ...settings, bug: "none" });
@@ -340,7 +338,7 @@ $("sample").onclick = () => (both(sample), draw());
 $("again").onclick = begin;
 $("seeds").onclick = trySeeds;
 for (const kind of ["pointerover", "focusin"])
-  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? focused() ?? summary));
+  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? document.activeElement.dataset.says ?? summary));
 // In the tree and the rollout, the arrow keys go from number to number.
 $("train").onkeydown = (event) => {
   const all = [...(event.target.closest("#tree, #rows")?.querySelectorAll("[data-says]") ?? [])];
