@@ -123,8 +123,7 @@ function show() {
   [$("a").value, $("b").value] = [a, b];
   if (!isKnown) return;
   $("count").textContent = `${countOf(wanted)} lines differ`;
-  const title = ({ path, title, section }) =>
-    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section && "more"}</a></p>`;
+  const title = ({ path, title }) => `<p><a href="${path}.html">${path}</a> ${title}</p>`;
   $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
   draw(a, b);
   unfold(false);

@@ -22,9 +22,7 @@ WEB, WORK, SITE = ROOT / "web", ROOT / ".site", ROOT / "site"
 sys.path.append(str(ROOT / "tools"))
 import sync  # noqa: E402
 
-GUIDE = (
-    "bugs metrics exact methods variants stages recipes results scaling".split()
-)  # then what else docs/ has
+GUIDE = "bugs metrics exact methods variants stages recipes results scaling".split()  # then the others
 PAGES = {"Compare": "compare", "Train it": "train"}  # of web/
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)  # of git diff
@@ -100,18 +98,13 @@ def write_data(scripts: dict[str, Path]) -> None:
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
     """
-    sections, numbers, data = {}, {}, {}
-    for path in ROOT.glob("docs/*.md"):
-        for heading in re.findall(r"^#+ (\w+)$", path.read_text(), re.MULTILINE):
-            sections[heading] = f"{path.stem}.html#{heading}"
+    numbers, data = {}, {}
     for name, path in scripts.items():
         source = path.read_text()
         lines = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         own = [numbers.setdefault(line, len(numbers)) for line in lines]
-        section = sections.get(name) or sections.get(name.rpartition("_")[2], "")  # grpo_lora: lora
-        about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": section}
-        data[name] = about | {"lines": own}
+        data[name] = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "lines": own}
     differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
     constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())

@@ -42,7 +42,7 @@ def tree_js() -> str:
             steps.append([words[t], *choice(probs[t - 1], words[t]), slip, int(slip.endswith(text[-14:]))])
         tree = {"prompt": " ".join(words[:start]), "answer": int(words[-2]), "steps": steps}
         tree["first"] = choice(probs[start - 1], "think", "answer")
-        tree["digits"] = choice(after([*ids[:start], *tokenizer("answer").input_ids])[-1], *"0123456789")
+        tree["digits"] = choice(after(ids[:start] + tokenizer("answer").input_ids)[-1], *"0123456789")
         lines.append(json.dumps(tree))
     return "// Made by make_tree.py from toy/policy.\nconst TREES = [\n" + ",\n".join(lines) + ",\n];\n"
 
