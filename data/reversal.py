@@ -14,9 +14,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "reversal"
 FILE = json.loads(Path(__file__).with_suffix(".json").read_text())
 WORDS, NEW_WORDS, QUESTIONS = FILE["words"].split(), FILE["new_words"].split(), FILE["questions"]
-TRAIN = ["3 words"]  # levels to train on
-TEST = ["3 words", "3 new words", "4 words"]  # levels to hold out
-SIZE = 1000  # prompts to train on, of each level
+LEVELS = ["3 words", "3 new words", "4 words"]  # to evaluate on; the first is that of training
+SIZE = 1000  # prompts to train on
 HELD_OUT = 32  # prompts to evaluate on, of each level; none of them is trained on
 
 
@@ -27,7 +26,7 @@ def turn(role: str, text: str) -> dict:
 def make_rows() -> dict[str, list[dict]]:
     """The rows of each file, always the same. All prompts differ, and none is the example in front of the question."""
     train, test, head = [], [], []
-    for level in dict.fromkeys([*TRAIN, *TEST]):
+    for level in LEVELS:
         draw, lists, rows = random.Random(f"1 {level}"), {}, []
         for _ in range(2 * (HELD_OUT + SIZE)):  # some may be equal
             words = draw.sample(NEW_WORDS if "new" in level else WORDS, int(level.split()[0]))
@@ -38,8 +37,8 @@ def make_rows() -> dict[str, list[dict]]:
                 head = [turn("system", "Reply with the answer only."), question, turn("assistant", answer)]
                 continue
             rows.append({"prompt": [*head, question], "answer": answer, "group": level})
-        test += rows[:HELD_OUT] if level in TEST else []
-        train += rows[HELD_OUT : HELD_OUT + SIZE] if level in TRAIN else []
+        test += rows[:HELD_OUT]
+        train = train or rows[HELD_OUT : HELD_OUT + SIZE]
     for question, answer in QUESTIONS.items():
         test.append({"prompt": [turn("user", question)], "answer": answer, "group": "plain questions"})
     return {"train": train, "test": test}

@@ -5,12 +5,6 @@ import pytest
 import reversal
 
 
-def answer_to(turn: dict) -> str:
-    """From the text of the question alone."""
-    words = turn["content"].removeprefix("Reverse the order: ").split(", ")
-    return ", ".join(reversed(words))
-
-
 def test_lists_have_right_answers_and_hold_out_what_they_say():
     files = reversal.make_rows()
     rows = files["train"] + files["test"]
@@ -18,7 +12,8 @@ def test_lists_have_right_answers_and_hold_out_what_they_say():
     assert len(set(questions)) == len(questions)
     for row in rows:
         if row["group"] != "plain questions":
-            assert row["answer"] == answer_to(row["prompt"][-1])
+            words = row["prompt"][-1]["content"].removeprefix("Reverse the order: ").split(", ")
+            assert row["answer"] == ", ".join(reversed(words))
             assert row["prompt"][-3]["content"] not in questions  # the solved example
 
 

@@ -40,11 +40,11 @@ NAMES = {
     "clip_ratio/region_mean": "clip_fraction", "actor/pg_clipfrac": "clip_fraction",
     "eval_reward": "eval/score/all",
 }  # fmt: skip
-# The metric without which a rule finds nothing
+# The metric or flag without which a rule finds nothing
 NEEDS = {
     "log-probs": "logprob_difference", "equal groups": "equal_groups", "truncated": "truncated",
     "first kl": "kl", "negative kl": "kl", "kl of 0": "kl", "large kl": "kl", "held-out": "eval/score/",
-    "idle clip": "clip_fraction",
+    "idle clip": "num_minibatches",
 }  # fmt: skip
 
 
@@ -133,10 +133,8 @@ def main(run: tyro.conf.Positional[Path]) -> None:
         sys.exit(f"{run} has fewer than 5 iterations of a policy script, too few to tell")
     found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
     print(*found or ["nothing stands out; read samples.jsonl, too"], sep="\n")
-    logged = str({name for row in rows for name in row})
-    missing = [
-        rule for rule, name in NEEDS.items() if name not in logged or (rule == "idle clip" and not flags)
-    ]
+    logged = str({name for row in rows for name in row} | (flags.keys() & {"num_minibatches"}))
+    missing = [rule for rule, name in NEEDS.items() if name not in logged]
     if missing:
         print(f"not checked, for want of a metric: {', '.join(missing)}")
 
