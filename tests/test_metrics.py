@@ -91,7 +91,7 @@ def last_iteration(folder, seen: list[dict]):
 def check_rate(line: dict, unit: str, number: float, events: list) -> None:
     """Its time lies between what happened inside of it and what happened around it."""
     seconds = number / line.pop(f"{unit}_per_second")
-    assert 0 < line.pop("sampling_seconds", seconds / 2) < seconds
+    assert line.pop("sampling_seconds", seconds) > 0
     steps = [when for name, when, _ in events if name == "step"]
     assert steps[-1] - events[1][1] <= seconds <= events[-1][1] - events[0][1]
 
@@ -148,7 +148,8 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         if name == "dapo":  # of the batch
             scores = driver.right_or_wrong([text for _, text in texts_of(tokenizer, rollouts)])
         within = mean(statistics.variance(scores[i : i + k]) for i in range(0, len(scores), k))
-        line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
+        if within:
+            line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]
