@@ -1,8 +1,9 @@
-"""What keeps the scripts alike: make sync, make diff and make variant.
+"""What keeps the scripts alike: make sync, make diff, make variant and make patch.
 
-    python tools/sync.py                     copy an edit of grpo.py's skeleton into the other scripts
-    python tools/sync.py diff grpo rloo      show how two scripts differ
-    python tools/sync.py variant rloo lora   write variants/rloo_lora.py: rloo.py with the feature of grpo_lora.py
+    python tools/sync.py                            copy an edit of grpo.py's skeleton into the other scripts
+    python tools/sync.py diff grpo rloo             show how two scripts differ
+    python tools/sync.py variant rloo lora          write variants/rloo_lora.py, with the feature of grpo_lora.py
+    python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
 Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. A variant gets
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
@@ -40,6 +42,7 @@ DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
+HUNK = re.compile(r"^(@@ .*\n)((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -180,9 +183,30 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     first_lines = sources[name].partition("# dependencies")[0]
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
     docstring, block = OWN.findall(sources[name])
-    result = "_".join([name, *chosen])
-    docstring = re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 variants/{result}.py", docstring)
+    docstring = started_as(docstring, name, f"variants/{'_'.join([name, *chosen])}.py")
     return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
+
+
+def started_as(text: str, name: str, path: str) -> str:
+    """The text with another path of the script in its launch lines."""
+    return re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 {path}", text)
+
+
+def patches(root: Path = ROOT) -> dict[str, Path]:
+    """The path of each patch by its name: those to use, and those with which experiments/ break scripts."""
+    found = [*root.glob("patches/*.patch"), *root.glob("experiments/patches/*.patch")]
+    return {path.stem: path for path in found}
+
+
+def apply(source: str, diff: str, name: str = "") -> str:
+    """The source with a patch. The old lines of a hunk must be there once, wherever; or a ValueError."""
+    for title, lines in HUNK.findall(diff):
+        old, new = (re.sub(rf"^[{skip}].*\n|^.", "", lines, flags=re.MULTILINE) for skip in ("+", "-"))
+        count = f"\n{source}".count(f"\n{old}")  # of whole lines
+        if count != 1:
+            raise ValueError(f"{name}: it has {count} places for this hunk\n{title}{lines}")
+        source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
+    return source
 
 
 def function_of(source: str, name: str) -> str:
@@ -216,6 +240,22 @@ def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
     print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 
 
+def print_patches() -> None:
+    """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
+    print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
+    scripts = [*STAGES, *policy_scripts()]
+    for path in sorted((ROOT / "patches").glob("*.patch")):
+        text, fits = path.read_text(), []
+        for name in scripts:
+            with suppress(ValueError):
+                apply(paths()[name].read_text(), text)
+                fits.append(f"`{name}`")
+        what, source, shipped = text.partition("\n--- ")[0].splitlines()
+        names = "all policy scripts" if len(fits) == len(scripts) - len(STAGES) else " ".join(fits)
+        print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
+    print()
+
+
 def diff(a: str, b: str, root: Path = ROOT) -> int:
     """Show how two scripts differ. Returns the exit code."""
     found = paths(root)
@@ -243,6 +283,26 @@ def variant(name: str, chosen: str, root: Path = ROOT) -> int:
     return 0
 
 
+def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:
+    """Write a script with patches, such as dual_clip,entropy_bonus, into a folder. Returns the exit code."""
+    result = Path(folder, f"{'_'.join([name, *chosen.split(',')])}.py")
+    try:
+        if (root / result).exists():
+            raise ValueError(f"{result} exists; delete it to make it anew")
+        if name not in paths(root) or {*chosen.split(",")} - {*patches(root)}:
+            raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(sorted(patches(root)))}")
+        text = paths(root)[name].read_text()
+        for x in chosen.split(","):
+            text = apply(text, patches(root)[x].read_text(), f"{x}.patch does not fit {name}.py")
+    except ValueError as error:
+        print(f"error: {error}")
+        return 2
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / result).write_text(started_as(text, name, str(result)))
+    print(f"{result}: start it from the top folder, python {result}")
+    return 0
+
+
 if __name__ == "__main__":
     command, *words = sys.argv[1:] or ["sync"]
-    sys.exit({"sync": sync, "diff": diff, "variant": variant}[command](*words))
+    sys.exit({"sync": sync, "diff": diff, "variant": variant, "patch": patch}[command](*words))
