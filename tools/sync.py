@@ -34,6 +34,11 @@ INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 2
 # Features that do not go together, also where they merge
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
+    ("flash_reinforce", "correction"): "its ratio and its gate compare with the sampler already",
+    (
+        "sdpo",
+        "correction",
+    ): "its teacher is the policy, which a response without a demonstration must not differ from",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
@@ -209,6 +214,16 @@ def apply(source: str, diff: str, name: str = "") -> str:
     return source
 
 
+def fits(diff: str) -> list[str]:
+    """The stages and policy scripts that a patch fits."""
+    found = []
+    for name in [*STAGES, *policy_scripts()]:
+        with suppress(ValueError):
+            apply(paths()[name].read_text(), diff)
+            found.append(name)
+    return found
+
+
 def function_of(source: str, name: str) -> str:
     return re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
 
@@ -243,15 +258,11 @@ def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
 def print_patches() -> None:
     """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
     print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
-    scripts = [*STAGES, *policy_scripts()]
     for path in sorted((ROOT / "patches").glob("*.patch")):
-        text, fits = path.read_text(), []
-        for name in scripts:
-            with suppress(ValueError):
-                apply(paths()[name].read_text(), text)
-                fits.append(f"`{name}`")
-        what, source, shipped = text.partition("\n--- ")[0].splitlines()
-        names = "all policy scripts" if len(fits) == len(scripts) - len(STAGES) else " ".join(fits)
+        what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
+        scripts = fits(path.read_text())
+        names = " ".join(f"`{name}`" for name in scripts)
+        names = "all policy scripts" if scripts == policy_scripts() else names
         print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
     print()
 
