@@ -314,7 +314,7 @@ def entropy_bonus_loss(args, batch, new, num_sequences, num_tokens):
 def correction_weights(args, batch) -> list[list[float]]:
     weights = []
     for old, mu in zip(rows_of("old_logprobs", batch), rows_of("sampler_logprobs", batch)):
-        ratios = [math.exp(x - y) for x, y in zip(old, mu)]
+        ratios = of_tokens = [math.exp(x - y) for x, y in zip(old, mu)]
         if args.correction_level == "sequence":
             ratios = [math.prod(ratios)] * len(ratios)
         elif args.correction_level == "geometric":
@@ -322,7 +322,8 @@ def correction_weights(args, batch) -> list[list[float]]:
         if args.correction_mode == "truncate":
             weights.append([min(x, args.correction_cap) for x in ratios])
         else:
-            weights.append([x if args.correction_low <= x <= args.correction_cap else 0.0 for x in ratios])
+            pairs = zip(ratios, of_tokens)
+            weights.append([x if args.correction_low <= x <= args.correction_cap else 0.0 for x, _ in pairs])
     return weights
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import check
 import make_vectors
 import pytest
+import sync
 import torch
 from conftest import ROOT
 from explain import loss_and_push
@@ -15,8 +16,46 @@ from planted import IN_VECTORS
 METHODS = check.VECTORS["methods"]
 
 
+SCRIPTS = {method: method for method in METHODS if method in sync.paths()}
+SCRIPTS |= {"dual_clip": "grpo", "ipo": "dpo"}  # with a patch
+SCRIPTS |= {method: "grpo_correction" for method in METHODS if method.startswith("correction")}
+
+
+def module_of(method: str, bug=None) -> SimpleNamespace:
+    """What the script of a method defines, with its patch and a bug if given."""
+    sources = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
+    if bug:
+        sources[bug.script] = bug.plant(sources[bug.script])
+    namespace = dict(vars(importlib.import_module(SCRIPTS[method])))
+    exec(
+        sync.apply(sources[SCRIPTS[method]], sources.get(method, "") * (method in sync.patches())), namespace
+    )
+    return SimpleNamespace(**namespace)
+
+
+def of_pairs(script):
+    """A script for preferences, as a function for check.report."""
+
+    def function(case):
+        tensors = {key: torch.as_tensor(x) for key, x in case.items() if hasattr(x, "shape")}
+        if hasattr(script, "preference_loss"):
+            new = values = tensors["scores"].requires_grad_()
+            loss = script.preference_loss(values[::2], values[1::2])
+        else:
+            new = tensors["new_logprobs"].requires_grad_()
+            policy, reference = (
+                (x * tensors["response_mask"]).sum(1) for x in (new, tensors["ref_logprobs"])
+            )
+            loss = script.dpo_loss(policy[::2], policy[1::2], reference[::2], reference[1::2], case["beta"])
+        return {"loss": loss.item(), "gradient": torch.autograd.grad(loss, new)[0]}
+
+    return function
+
+
 def ours(script):
     """A script, as a function for check.report."""
+    if not hasattr(script, "policy_loss"):
+        return of_pairs(script)
 
     def function(case):
         args = SimpleNamespace(**{key: x.tolist() if hasattr(x, "tolist") else x for key, x in case.items()})
@@ -24,22 +63,25 @@ def ours(script):
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
         mask = rollout["response_mask"] = rollout["response_mask"].bool()
         rollout = {key: x * mask if x.shape == mask.shape else x for key, x in rollout.items()}
-        rollout |= script.compute_advantages(args, rollout)
+        advantages = script.compute_advantages(args, rollout)["advantages"]
+        weights = script.correction_weights(args, rollout) if hasattr(script, "correction_weights") else 1.0
+        rollout["advantages"] = advantages * weights
         sizes = case["num_sequences"], case["num_tokens"]
         loss, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], *sizes)
-        return {"advantages": rollout["advantages"], "loss": loss, "gradient": -push}
+        return {"advantages": advantages, "loss": loss, "gradient": -push}
 
     return function
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCRIPTS)
 def test_a_script_passes_and_its_planted_bugs_are_named(method):
-    assert check.report(method, ours(importlib.import_module(method)), 1e-10) == []
+    assert check.report(method, ours(module_of(method)), 1e-10) == []
     for bug in IN_VECTORS:
-        if bug.script == method:
+        if bug.script in (method, SCRIPTS[method]):
             listed = {case["name"] for case in METHODS[method] if bug.name in case["mistakes"]}
-            found = check.report(method, ours(bug.module()))
-            assert listed and {case for case, _, _, names in found if bug.name in names} == listed
+            found = check.report(method, ours(module_of(method, bug)))
+            assert {case for case, _, _, names in found if bug.name in names} == listed
+            assert listed or bug.script != method
 
 
 def test_the_file_has_all_mistakes():
