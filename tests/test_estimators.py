@@ -61,10 +61,8 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
     """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
     for seed in range(5):
-        batch, args = (
-            make_rollout(seed, k=3),
-            make_args(name, kl_coef=0.2, delta=0.1, max_ratio=1.5, dual_clip_c=1.5),
-        )
+        batch = make_rollout(seed, k=3)
+        args = make_args(name, kl_coef=0.2, delta=0.1, max_ratio=1.5, dual_clip_c=1.5)
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
