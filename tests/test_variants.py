@@ -56,7 +56,12 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    for script, features in (("distill", "tools"), ("sdpo", "correction"), ("rloo", "lora"), ("rloo", "nothing")):
+    for script, features in (
+        ("distill", "tools"),
+        ("sdpo", "correction"),
+        ("rloo", "lora"),
+        ("rloo", "nothing"),
+    ):
         assert sync.variant(script, features, copies) == 1
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import suppress
+from itertools import combinations, product
 from pathlib import Path
 from textwrap import fill
 
@@ -29,6 +30,7 @@ STAGES = ["sft", "reward_model", "dpo"]
 MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
+TOP = 999  # characters in which it stands
 # The number of lines that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # Features that do not go together, also where they merge
@@ -38,7 +40,7 @@ REFUSED = {
     (
         "sdpo",
         "correction",
-    ): "its teacher is the policy, which a response without a demonstration must not differ from",
+    ): "a response without a demonstration would learn from the log-probs of two policies",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
@@ -60,24 +62,26 @@ def paths(root: Path = ROOT) -> dict[str, Path]:
 def policy_scripts(root: Path = ROOT) -> list[str]:
     """The names of the scripts that have their own estimator block."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
-    return [name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text)]
+    return [
+        name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text, 0, TOP)
+    ]
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
     """The parent of each variant, by name."""
-    found = {name: VARIANT.search(path.read_text()) for name, path in paths(root).items()}
+    found = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
     """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
-    made = [name for name in variants(root) if VARIANT.search(paths(root)[name].read_text())[2]]
-    return {name.rpartition("_")[2]: name for name in variants(root) if name not in made}
+    markers = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    return {name.rpartition("_")[2]: name for name, marker in markers.items() if marker and not marker[2]}
 
 
 def features_of(name: str, root: Path = ROOT) -> list[str]:
     """The features that a script has."""
-    marker = VARIANT.search(paths(root)[name].read_text())
+    marker = VARIANT.search(paths(root)[name].read_text(), 0, TOP)
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
@@ -163,16 +167,19 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     known, parents = features(root), variants(root)
     if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
-    bare = {name: HEADER.sub("", skeleton(sources[name])) for name in (*policy_scripts(root), *parents)}
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
-    text = bare[name]
+
+    def bare(name):
+        return HEADER.sub("", skeleton(sources[name]))
+
+    text = bare(name)
     for feature in chosen:
         for other in (script, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
         variant, parent = known[feature], parents[known[feature]]
-        text, is_clean = merge(text, bare[parent], bare[variant])
+        text, is_clean = merge(text, bare(parent), bare(variant))
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
@@ -264,6 +271,18 @@ def print_patches() -> None:
         names = " ".join(f"`{name}`" for name in scripts)
         names = "all policy scripts" if scripts == policy_scripts() else names
         print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
+    print()
+
+
+def print_refused() -> None:
+    """Print the scripts and features that do not go together, in docs/variants.md."""
+    known = [*features()]
+    print()
+    for a, b in [*combinations(known, 2), *product(policy_scripts(), known)]:
+        try:
+            combine(*(["grpo", [a, b]] if a in known else [a, [b]]))
+        except ValueError as error:
+            print(f"- `{a}` with `{b}`: {str(error).partition(': ')[2].splitlines()[0]}.")
     print()
 
 
