@@ -1,6 +1,6 @@
 """patches/ and grpo_correction.py against plain loops. A bug that is planted in one of them is noticed."""
 
-import importlib.util
+import importlib
 import re
 import sys
 
@@ -13,49 +13,47 @@ from conftest import POLICY_SCRIPTS, ROOT
 from planted import BUGS
 from references import kept_by_entropy, make_rollout, rows_of, spread
 from test_estimators import EXACT
+from torch.testing import assert_close
 from zoo import few, record, recorded, run
 
-PATCHES = [path.stem for path in (ROOT / "patches").glob("*.patch")]
 SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
 CLOSE = dict(rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """A script with patches as a module, which zoo.run finds by its name."""
+    """Import a script with patches."""
+    monkeypatch.syspath_prepend(tmp_path)
 
     def function(script: str, *patches: str):
-        name, source = "_".join([script, *patches]), SOURCES[script]
+        name, source = "_".join([script, *patches, "here"]), SOURCES[script]
         for patch in patches:
             source = sync.apply(source, SOURCES[patch])
-        path = tmp_path / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
 
     return function
 
 
 def one_iteration(module, folder, monkeypatch, **flags):
     """Run main once, its sampler not quite the policy. Args, rollout, advantages before the patch, gradient."""
+    generate, optimizer_step, gradients = module.generate, module.optimizer_step, []
 
-    def generate(*args, **options):
-        rollout = original(*args, **options)
-        mask = rollout["response_mask"]
-        noise = torch.rand(mask.shape) * mask  # all different
-        return rollout | {"entropy": noise, "old_logprobs": rollout["old_logprobs"] + (noise - 0.4) * mask}
+    def other_generate(*args, **options):
+        rollout = generate(*args, **options)
+        noise = torch.rand(rollout["entropy"].shape) * rollout["response_mask"]
+        logprobs = rollout["old_logprobs"] + noise - 0.4 * rollout["response_mask"]
+        return rollout | {"entropy": noise, "old_logprobs": logprobs}
 
-    def step(args, model, *others):
+    def other_step(args, model, *others):
         gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
         return optimizer_step(args, model, *others)
 
-    original, optimizer_step, gradients = module.generate, module.optimizer_step, []
-    monkeypatch.setattr(module, "generate", generate)
-    monkeypatch.setattr(module, "optimizer_step", step)
-    [calls] = [recorded(monkeypatch, module, "compute_advantages")]
+    monkeypatch.setattr(module, "generate", other_generate)
+    monkeypatch.setattr(module, "optimizer_step", other_step)
+    calls = recorded(monkeypatch, module, "compute_advantages")
     run(module.__name__, num_iterations=1, batch_size=32, run_dir=folder / module.__name__, **flags)
     [((args, rollout), result)] = calls
     return args, rollout, result["advantages"], gradients[0]
@@ -66,114 +64,102 @@ def start(module, name="toy/policy"):
 
 
 def check_loss(patch, load, folder, monkeypatch):
+    if patch == "unbiased_kl":
+        monkeypatch.setattr(references, "grpo_loss", references.unbiased_kl_loss)
     for script in sync.fits(SOURCES[patch]):
         monkeypatch.setitem(test_estimators.MODULES, script, load(script, patch))
         test_estimators.test_loss_gradient_and_clip_fraction_equal_the_loops(script)
 
 
-def check_unbiased_kl(patch, load, folder, monkeypatch):
-    monkeypatch.setattr(references, "grpo_loss", references.unbiased_kl_loss)
-    check_loss(patch, load, folder, monkeypatch)
-
-
 def check_entropy(patch, load, folder, monkeypatch):
-    """The gradient of rloo.py, minus that of the mean entropy."""
+    """The gradient is that of rloo.py, minus that of the mean entropy."""
     *_, plain = one_iteration(load("rloo"), folder, monkeypatch)
     module = load("rloo", patch)
     _, rollout, _, gradient = one_iteration(module, folder, monkeypatch, entropy_coef=0.7)
     model, mask = start(module), rollout["response_mask"]
-    inputs = module.model_inputs(rollout["sequences"], rollout["attention_mask"])
-    logits = model(**inputs).logits[:, -mask.shape[1] - 1 : -1][mask]
+    logits = model(**module.model_inputs(rollout["sequences"], rollout["attention_mask"])).logits
+    logits = logits[:, -mask.shape[1] - 1 : -1][mask]
     torch.distributions.Categorical(logits=logits).entropy().mean().backward()
     expected = torch.cat([x.grad.flatten() for x in model.parameters()])
-    torch.testing.assert_close(gradient - plain, -0.7 * expected, **CLOSE)
+    assert_close(gradient - plain, -0.7 * expected, **CLOSE)
 
 
-def check_top_entropy(patch, load, folder, monkeypatch):
-    args, rollout, advantages, _ = one_iteration(load("rloo", patch), folder, monkeypatch)
-    kept = kept_by_entropy(args.top_entropy, rollout["entropy"][rollout["response_mask"]].tolist())
-    assert (rollout["advantages"][rollout["response_mask"]] != 0).tolist() == kept
-    torch.testing.assert_close(rollout["advantages"], advantages * (rollout["advantages"] != 0))
-
-
-def check_negative_tokens(patch, load, folder, monkeypatch):
+def check_filter(patch, load, folder, monkeypatch):
     args, rollout, advantages, _ = one_iteration(load("reinforce", patch), folder, monkeypatch)
-    kept = []
-    for entropy, A in zip(rows_of("entropy", rollout), advantages[:, 0].tolist()):
-        kept.append([1.0] * len(entropy) if A > 0 else kept_by_entropy(args.negative_tokens, entropy))
-    torch.testing.assert_close(
-        rollout["advantages"], advantages * spread(kept, rollout["response_mask"]).float()
-    )
+    rows, mask = rows_of("entropy", rollout), rollout["response_mask"]
+    if patch == "top_entropy_tokens":
+        kept = kept_by_entropy(args.top_entropy, [x for row in rows for x in row])
+    else:
+        shares = [args.negative_tokens if A < 0 else 1.0 for A in advantages[:, 0]]
+        kept = [x for row, share in zip(rows, shares) for x in kept_by_entropy(share, row)]
+    assert_close(rollout["advantages"][mask], advantages[mask] * torch.tensor(kept))
 
 
 def check_teacher(patch, load, folder, monkeypatch):
     module = load("rloo", patch)
     args, rollout, advantages, _ = one_iteration(module, folder, monkeypatch, teacher_coef=0.3)
     teacher = module.rollout_logprobs(args, start(module, "toy/teacher"), rollout)
-    expected = advantages + 0.3 * (teacher - rollout["old_logprobs"])
-    torch.testing.assert_close(rollout["advantages"], expected, **CLOSE)
+    assert_close(rollout["advantages"], advantages + 0.3 * (teacher - rollout["old_logprobs"]), **CLOSE)
 
 
 def check_pairs(patch, load, folder, monkeypatch):
     """The loss and its gradient, and what main gives to it."""
     module, dpo = load("dpo", patch), load("dpo")
     args = module.Args(device="cpu", batch_size=4, num_epochs=1, eval_every=0, run_dir=f"{folder}/run")
-    power, gamma = int(patch != "ipo"), [args.gamma] if patch == "simpo" else []
+    power, others = int(patch != "ipo"), (args.beta, args.gamma) if patch == "simpo" else (args.beta,)
     for seed in range(5):
         batch = make_rollout(seed, k=2)
         new = (batch["old_logprobs"] / 3).requires_grad_()
-        pairs = []
-        for x in (new, batch["ref_logprobs"] * (1 - power)):
-            pairs += torch.stack(references.sums(batch, x, power)).view(-1, 2).T
-        loss = module.dpo_loss(*pairs, args.beta, *gamma)
+        policy, reference = (
+            torch.stack(references.sums(batch, x, power)) for x in (new, batch["ref_logprobs"])
+        )
+        pairs = [*policy.view(-1, 2).T, *(reference * (1 - power)).view(-1, 2).T]
         expected, _ = getattr(references, f"{patch}_loss")(args, batch, new, 8, 0)
-        torch.testing.assert_close(loss, expected, **EXACT)
-        gradients = [torch.autograd.grad(x, new)[0] for x in (loss, expected)]
-        torch.testing.assert_close(*gradients, **EXACT)
+        losses = module.dpo_loss(*pairs, *others), expected
+        assert_close(*losses, **EXACT)
+        assert_close(*(torch.autograd.grad(x, new)[0] for x in losses), **EXACT)
 
     args.dataset = str(few("dpo", 4, folder))
-    seen, losses = (recorded(monkeypatch, module, name) for name in ("response_logprobs", "dpo_loss"))
+    seen, given = (recorded(monkeypatch, module, name) for name in ("response_logprobs", "dpo_loss"))
     module.main(args)
     (_, batch), logprobs = seen[-1]
     lengths = batch["response_mask"].sum(1).view(2, -1) ** power
-    torch.testing.assert_close(logprobs, dpo.response_logprobs(start(dpo), batch) / lengths, **CLOSE)
-    [(given, _)] = losses
-    assert torch.equal(torch.stack(given[:2]), logprobs) and given[4:] == (args.beta, *gamma)
-    assert torch.stack(given[2:4]).any() != bool(power)  # the reference
+    assert_close(logprobs, dpo.response_logprobs(start(dpo), batch) / lengths, **CLOSE)
+    [(pairs, _)] = given
+    assert torch.equal(torch.stack(pairs[:2]), logprobs) and pairs[4:] == others
+    assert torch.stack(pairs[2:4]).any() != bool(power)  # of the reference
 
 
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
-    for i, (level, mode) in enumerate([("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")]):
+    for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
         flags = {
             "correction_level": level,
             "correction_mode": mode,
             "correction_low": 0.8,
             "correction_cap": 1.1,
         }
-        args, rollout, advantages, _ = one_iteration(module, folder / str(i), monkeypatch, **flags)
+        args, rollout, advantages, _ = one_iteration(module, folder / level, monkeypatch, **flags)
         weights = spread(references.correction_weights(args, rollout), rollout["response_mask"]).float()
-        torch.testing.assert_close(rollout["advantages"], advantages * weights, **CLOSE)
-        assert 0 < (weights == 0).sum() < weights.numel()
+        assert_close(rollout["advantages"], advantages * weights, **CLOSE)
         assert (rollout["sampler_logprobs"] - rollout["old_logprobs"]).abs().max() > 0.1
         old = module.rollout_logprobs(args, start(module), rollout)
-        torch.testing.assert_close(rollout["old_logprobs"], old, **CLOSE)
+        assert_close(rollout["old_logprobs"], old, **CLOSE)
 
 
-CHECKS = {"dual_clip": check_loss, "unbiased_kl": check_unbiased_kl, "entropy_bonus": check_entropy}
-CHECKS |= {"top_entropy_tokens": check_top_entropy, "negative_tokens": check_negative_tokens}
-CHECKS |= {"teacher_term": check_teacher, "grpo_correction": check_correction}
-CHECKS |= dict.fromkeys(("ipo", "simpo", "orpo"), check_pairs)
-OURS = [bug for bug in BUGS.values() if bug.tests == "test_patches.py"]
-TWO_RANKS = "top entropy of each rank"
+CHECKS = {"dual_clip": check_loss, "unbiased_kl": check_loss, "entropy_bonus": check_entropy}
+CHECKS |= {"top_entropy_tokens": check_filter, "negative_tokens": check_filter, "teacher_term": check_teacher}
+CHECKS |= dict.fromkeys(("ipo", "simpo", "orpo"), check_pairs) | {"grpo_correction": check_correction}
+OF_TWO_RANKS = BUGS["top entropy of each rank"]
+OURS = [bug for bug in BUGS.values() if bug.tests == "test_patches.py" and bug != OF_TWO_RANKS]
 
 
-@pytest.mark.parametrize("name", [*PATCHES, "grpo_correction"])
+@pytest.mark.parametrize("name", [*(path.stem for path in ROOT.glob("patches/*.patch")), "grpo_correction"])
 def test_it_equals_the_loops(name, load, tmp_path, monkeypatch):
     CHECKS[name](name, load, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("bug", [bug for bug in OURS if bug.name != TWO_RANKS], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", OURS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_noticed(bug, load, tmp_path, monkeypatch):
     monkeypatch.setitem(SOURCES, bug.script, bug.plant(SOURCES[bug.script]))
     with pytest.raises(AssertionError):
@@ -183,27 +169,27 @@ def test_a_planted_bug_is_noticed(bug, load, tmp_path, monkeypatch):
 def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
     """Also with small micro-batches. A threshold of each rank is noticed."""
     names = [load("rloo", "top_entropy_tokens", "entropy_bonus").__name__, "grpo_correction"]
-    monkeypatch.setitem(SOURCES, "top_entropy_tokens", BUGS[TWO_RANKS].plant(SOURCES["top_entropy_tokens"]))
-    names.append(load("rloo", "top_entropy_tokens").__name__)
+    monkeypatch.setitem(SOURCES, OF_TWO_RANKS.script, OF_TWO_RANKS.plant(SOURCES[OF_TWO_RANKS.script]))
+    names.append(load("rloo", OF_TWO_RANKS.script).__name__)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    flags = {"num_iterations": 1, "batch_size": 16, "max_response_length": 12, "eval_every": 0}
     results = []
     for ranks in (1, 2):
-        cases = [
-            {"script": x, "sample": False, "flags": flags | {"micro_batch_size": 8 // ranks}} for x in names
-        ]
+        flags = {"num_iterations": 1, "batch_size": 16, "max_response_length": 12, "eval_every": 0}
+        flags["micro_batch_size"] = 8 // ranks
         (tmp_path / str(ranks)).mkdir()
+        cases = [{"script": x, "sample": False, "flags": flags} for x in names]
         results.append(record(tmp_path / str(ranks), cases, ranks))
     for name, one, two in zip(names, *results, strict=True):
         pairs = zip(one[0]["gradients"], two[0]["gradients"], strict=True)
-        is_close = all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs)
-        assert is_close == (name != names[-1]), name
+        assert all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs) == (name != names[-1]), (
+            name
+        )
 
 
 def test_a_patch_fits_what_it_is_for():
     """A patch of main fits all policy scripts, and each the script that it names. The page has the others."""
     for name in sync.patches():
-        path = re.search(r"^\+\+\+ b/(.*)", SOURCES[name], re.MULTILINE)[1]
+        [path] = re.findall(r"^\+\+\+ b/(.*)", SOURCES[name], re.MULTILINE)
         sync.apply((ROOT / path).read_text(), SOURCES[name])
         if "policy_loss(args" in SOURCES[name] or "compute_advantages(args" in SOURCES[name]:
             assert sync.fits(SOURCES[name]) == POLICY_SCRIPTS

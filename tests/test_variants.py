@@ -62,7 +62,7 @@ def test_what_does_not_go_together_is_named(tmp_path, capsys):
         ("rloo", "lora"),
         ("rloo", "nothing"),
     ):
-        assert sync.variant(script, features, copies) == 1
+        assert sync.variant(script, features, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
 

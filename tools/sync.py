@@ -298,39 +298,41 @@ def diff(a: str, b: str, root: Path = ROOT) -> int:
     return 0
 
 
-def variant(name: str, chosen: str, root: Path = ROOT) -> int:
-    """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
-    path = root / "variants" / f"{'_'.join([name, *chosen.split(',')])}.py"
-    if path.exists():
-        print(f"error: {path.name} exists; delete it to make it anew")
-        return 1
+def write(path: Path, make, root: Path) -> int:
+    """Write what make() returns to a new file, or say why there is none. Returns the exit code."""
     try:
-        path.write_text(combine(name, chosen.split(","), root))
+        if (root / path).exists():
+            raise ValueError(f"{path} exists; delete it to make it anew")
+        text = make()
     except ValueError as error:
         print(f"error: {error}")
-        return 1
-    print(f"{path.relative_to(root)}: make diff A={name} B={path.stem} shows the feature")
+        return 2
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+    print(f"{path}: start it from the top folder, python {path}")
     return 0
+
+
+def variant(name: str, chosen: str, root: Path = ROOT) -> int:
+    """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
+    words = chosen.split(",")
+    return write(Path("variants", f"{'_'.join([name, *words])}.py"), lambda: combine(name, words, root), root)
 
 
 def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:
     """Write a script with patches, such as dual_clip,entropy_bonus, into a folder. Returns the exit code."""
-    result = Path(folder, f"{'_'.join([name, *chosen.split(',')])}.py")
-    try:
-        if (root / result).exists():
-            raise ValueError(f"{result} exists; delete it to make it anew")
-        if name not in paths(root) or {*chosen.split(",")} - {*patches(root)}:
-            raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(sorted(patches(root)))}")
+    words, known = chosen.split(","), patches(root)
+    path = Path(folder, f"{'_'.join([name, *words])}.py")
+
+    def make() -> str:
+        if name not in paths(root) or {*words} - {*known}:
+            raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(sorted(known))}")
         text = paths(root)[name].read_text()
-        for x in chosen.split(","):
-            text = apply(text, patches(root)[x].read_text(), f"{x}.patch does not fit {name}.py")
-    except ValueError as error:
-        print(f"error: {error}")
-        return 2
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    (root / result).write_text(started_as(text, name, str(result)))
-    print(f"{result}: start it from the top folder, python {result}")
-    return 0
+        for x in words:
+            text = apply(text, known[x].read_text(), f"{x}.patch does not fit {name}.py")
+        return started_as(text, name, str(path))
+
+    return write(path, make, root)
 
 
 if __name__ == "__main__":
