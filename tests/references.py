@@ -342,45 +342,37 @@ def kept_by_entropy(share: float, entropies: list[float]) -> list[bool]:
 # Preferences: rows 2i and 2i + 1 are the chosen and the rejected response of a pair
 
 
-def pair_losses(loss, values: list) -> torch.Tensor:
-    """The mean of a loss of (chosen, rejected)."""
-    losses = [loss(chosen, rejected) for chosen, rejected in zip(values[::2], values[1::2])]
-    return sum(losses) / len(losses)
-
-
 def sums(batch, x, power: int = 0) -> list:
     """Of each response the sum over its tokens, divided by its length to this power."""
     return [row[mask].sum() / mask.sum() ** power for row, mask in zip(x, batch["response_mask"])]
 
 
-def log_ratios(batch, new) -> list:
-    return [x - y for x, y in zip(sums(batch, new), sums(batch, batch["ref_logprobs"]))]
+def pair_loss(loss, args, batch, new, num_sequences, num_tokens, **power):
+    """The mean of a loss of log(pi / pi_ref); or of log pi, as a mean over tokens."""
+    values, references = sums(batch, new, **power), sums(batch, batch["ref_logprobs"])
+    if not power:
+        values = [x - y for x, y in zip(values, references)]
+    losses = [loss(args, chosen, rejected) for chosen, rejected in zip(values[::2], values[1::2])]
+    return sum(losses) / len(losses), None
 
 
-def dpo_loss(args, batch, new, num_sequences, num_tokens):
-    return pair_losses(lambda c, r: (1 + (-args.beta * (c - r)).exp()).log(), log_ratios(batch, new)), None
+def log_odds(x):
+    return (x.exp() / (1 - x.exp())).log()
 
 
-def ipo_loss(args, batch, new, num_sequences, num_tokens):
-    return pair_losses(lambda c, r: (c - r - 1 / (2 * args.beta)) ** 2, log_ratios(batch, new)), None
-
-
-def simpo_loss(args, batch, new, num_sequences, num_tokens):
-    means = sums(batch, new, 1)
-    return pair_losses(lambda c, r: (1 + (args.gamma - args.beta * (c - r)).exp()).log(), means), None
-
-
-def orpo_loss(args, batch, new, num_sequences, num_tokens):
-    def loss(c, r):
-        odds_ratio = c.exp() / (1 - c.exp()) / (r.exp() / (1 - r.exp()))
-        return -c - args.beta * (odds_ratio / (1 + odds_ratio)).log()
-
-    return pair_losses(loss, sums(batch, new, 1)), None
+dpo_loss = partial(pair_loss, lambda args, c, r: (1 + (-args.beta * (c - r)).exp()).log())
+ipo_loss = partial(pair_loss, lambda args, c, r: (c - r - 1 / (2 * args.beta)) ** 2)
+simpo_loss = partial(
+    pair_loss, lambda args, c, r: (1 + (args.gamma - args.beta * (c - r)).exp()).log(), power=1
+)
+orpo_loss = partial(
+    pair_loss, lambda args, c, r: -c + args.beta * (1 + (log_odds(r) - log_odds(c)).exp()).log(), power=1
+)
 
 
 def reward_model_loss(args, batch, scores, num_sequences, num_tokens):
     """Differentiated with respect to the scores."""
-    return pair_losses(lambda c, r: (1 + (r - c).exp()).log(), list(scores)), None
+    return (1 + (scores[1::2] - scores[::2]).exp()).log().mean(), None
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):

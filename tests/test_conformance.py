@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import check
@@ -27,35 +28,26 @@ def module_of(method: str, bug=None) -> SimpleNamespace:
     if bug:
         sources[bug.script] = bug.plant(sources[bug.script])
     namespace = dict(vars(importlib.import_module(SCRIPTS[method])))
-    exec(
-        sync.apply(sources[SCRIPTS[method]], sources.get(method, "") * (method in sync.patches())), namespace
-    )
+    diff = sources[method] if method in sync.patches() else ""
+    exec(sync.apply(sources[SCRIPTS[method]], diff), namespace)
     return SimpleNamespace(**namespace)
 
 
-def of_pairs(script):
-    """A script for preferences, as a function for check.report."""
-
-    def function(case):
-        tensors = {key: torch.as_tensor(x) for key, x in case.items() if hasattr(x, "shape")}
-        if hasattr(script, "preference_loss"):
-            new = values = tensors["scores"].requires_grad_()
-            loss = script.preference_loss(values[::2], values[1::2])
-        else:
-            new = tensors["new_logprobs"].requires_grad_()
-            policy, reference = (
-                (x * tensors["response_mask"]).sum(1) for x in (new, tensors["ref_logprobs"])
-            )
-            loss = script.dpo_loss(policy[::2], policy[1::2], reference[::2], reference[1::2], case["beta"])
-        return {"loss": loss.item(), "gradient": torch.autograd.grad(loss, new)[0]}
-
-    return function
+def of_pairs(script, case):
+    tensors = {key: torch.as_tensor(x) for key, x in case.items() if hasattr(x, "shape")}
+    new = tensors["new_logprobs" if hasattr(script, "dpo_loss") else "scores"].requires_grad_()
+    if hasattr(script, "dpo_loss"):
+        pairs = [(x * tensors["response_mask"]).sum(1).view(-1, 2).T for x in (new, tensors["ref_logprobs"])]
+        loss = script.dpo_loss(*pairs[0], *pairs[1], case["beta"])
+    else:
+        loss = script.preference_loss(*new.view(-1, 2).T)
+    return {"loss": loss.item(), "gradient": torch.autograd.grad(loss, new)[0]}
 
 
 def ours(script):
     """A script, as a function for check.report."""
     if not hasattr(script, "policy_loss"):
-        return of_pairs(script)
+        return partial(of_pairs, script)
 
     def function(case):
         args = SimpleNamespace(**{key: x.tolist() if hasattr(x, "tolist") else x for key, x in case.items()})

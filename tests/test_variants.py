@@ -39,17 +39,8 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
     for chosen in (*([feature] for feature in FEATURES), *PAIRS):
         if not any((name, feature) in sync.REFUSED for feature in chosen):
             make(tmp_path, name, *chosen)
-    ruff = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--ignore=E501",
-        "--config",
-        ROOT / "pyproject.toml",
-        tmp_path,
-    ]
-    result = subprocess.run(ruff, capture_output=True, text=True)
+    options = ["--ignore=E501", "--config", ROOT / "pyproject.toml", tmp_path]
+    result = subprocess.run([sys.executable, "-m", "ruff", "check", *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 

@@ -183,9 +183,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
-        pins |= {
-            x: pin for x, pin in packages(sources[variant]).items() if pin != packages(sources[parent]).get(x)
-        }
+        pins |= dict(packages(sources[variant]).items() - packages(sources[parent]).items())
         present = [*present, feature]
     if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added
         merged = "merged = copy.deepcopy(policy.base_model).merge_and_unload()\n    weights = dict(merged."
@@ -238,12 +236,8 @@ def function_of(source: str, name: str) -> str:
 def print_scripts(folder: str) -> None:
     """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
     print("\n| script | what it does |\n|---|---|")
-    names = (
-        [*STAGES, *CORE]
-        if folder == "."
-        else [name for name, path in paths().items() if path.parent.name == folder]
-    )
-    for name in names:
+    names = [name for name, path in paths().items() if path.parent.name == folder]
+    for name in names or [*STAGES, *CORE]:
         path = paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
         page = f"methods.md#{name}"
@@ -292,9 +286,8 @@ def diff(a: str, b: str, root: Path = ROOT) -> int:
     if {a, b} - {*found}:
         print(f"error: A={a} B={b}: use two of {', '.join(found)}")
         return 2
-    subprocess.run(
-        ["git", "diff", "--no-index", "--", *(found[name].relative_to(root) for name in (a, b))], cwd=root
-    )
+    files = [found[name].relative_to(root) for name in (a, b)]
+    subprocess.run(["git", "diff", "--no-index", "--", *files], cwd=root)
     return 0
 
 
