@@ -49,7 +49,7 @@ DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
-HUNK = re.compile(r"^(@@ .*\n)((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
+HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -209,12 +209,18 @@ def patches(root: Path = ROOT) -> dict[str, Path]:
 
 
 def apply(source: str, diff: str, name: str = "") -> str:
-    """The source with a patch. The old lines of a hunk must be there once, wherever; or a ValueError."""
-    for title, lines in HUNK.findall(diff):
-        old, new = (re.sub(rf"^[{skip}].*\n|^.", "", lines, flags=re.MULTILINE) for skip in ("+", "-"))
-        count = f"\n{source}".count(f"\n{old}")  # of whole lines
-        if count != 1:
-            raise ValueError(f"{name}: it has {count} places for this hunk\n{title}{lines}")
+    """The source with a patch. A hunk goes where its lines stand once, with as much context as fits there."""
+    for hunk in HUNK.findall(diff):
+        before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
+        for first, last in sorted(
+            product(range(before.count("\n") + 1), range(after.count("\n") + 1)), key=sum
+        ):
+            lines = hunk.splitlines(True)[first : hunk.count("\n") - last]
+            old, new = ("".join(x[1:] for x in lines if x[0] != skip) for skip in "+-")
+            if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
+                break
+        else:
+            raise ValueError(f"{name}: it has no single place for this hunk\n{hunk}")
         source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
     return source
 
