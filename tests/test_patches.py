@@ -1,40 +1,20 @@
 """patches/ and grpo_correction.py against plain loops. A bug that is planted in one of them is noticed."""
 
-import importlib
 import re
-import sys
 
 import pytest
 import references
 import sync
 import test_estimators
 import torch
-from conftest import POLICY_SCRIPTS, ROOT
+from conftest import POLICY_SCRIPTS, ROOT, SOURCES
 from planted import BUGS
 from references import kept_by_entropy, make_rollout, rows_of, spread
 from test_estimators import EXACT
 from torch.testing import assert_close
 from zoo import few, record, recorded, run
 
-SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
 CLOSE = dict(rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Import a script with patches."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def function(script: str, *patches: str):
-        name, source = "_".join([script, *patches, "here"]), SOURCES[script]
-        for patch in patches:
-            source = sync.apply(source, SOURCES[patch])
-        (tmp_path / f"{name}.py").write_text(source)
-        importlib.invalidate_caches()
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    return function
 
 
 def one_iteration(module, folder, monkeypatch, **flags):
@@ -84,22 +64,20 @@ def check_entropy(patch, load, folder, monkeypatch):
     assert_close(gradient - plain, -0.7 * expected, **CLOSE)
 
 
-def check_filter(patch, load, folder, monkeypatch):
-    args, rollout, advantages, _ = one_iteration(load("reinforce", patch), folder, monkeypatch)
+def check_advantages(patch, load, folder, monkeypatch):
+    module = load("reinforce", patch)
+    args, rollout, expected, _ = one_iteration(module, folder, monkeypatch)
     rows, mask = rows_of("entropy", rollout), rollout["response_mask"]
-    if patch == "top_entropy_tokens":
-        kept = kept_by_entropy(args.top_entropy, [x for row in rows for x in row])
+    if patch == "teacher_term":
+        teacher = module.rollout_logprobs(args, start(module, "toy/teacher"), rollout)
+        expected = expected + args.teacher_coef * (teacher - rollout["old_logprobs"])
+    elif patch == "top_entropy_tokens":
+        expected[mask] *= torch.tensor(kept_by_entropy(args.top_entropy, [x for row in rows for x in row]))
     else:
-        shares = [args.negative_tokens if A < 0 else 1.0 for A in advantages[:, 0]]
-        kept = [x for row, share in zip(rows, shares) for x in kept_by_entropy(share, row)]
-    assert_close(rollout["advantages"][mask], advantages[mask] * torch.tensor(kept))
-
-
-def check_teacher(patch, load, folder, monkeypatch):
-    module = load("rloo", patch)
-    args, rollout, advantages, _ = one_iteration(module, folder, monkeypatch, teacher_coef=0.3)
-    teacher = module.rollout_logprobs(args, start(module, "toy/teacher"), rollout)
-    assert_close(rollout["advantages"], advantages + 0.3 * (teacher - rollout["old_logprobs"]), **CLOSE)
+        shares = [args.negative_tokens if A < 0 else 1.0 for A in expected[:, 0]]
+        kept = [kept_by_entropy(share, row) for row, share in zip(rows, shares)]
+        expected = expected * spread(kept, mask).float()
+    assert_close(rollout["advantages"], expected, **CLOSE)
 
 
 def check_pairs(patch, load, folder, monkeypatch):
@@ -148,7 +126,7 @@ def check_correction(name, load, folder, monkeypatch):
 
 
 CHECKS = {"dual_clip": check_loss, "unbiased_kl": check_loss, "entropy_bonus": check_entropy}
-CHECKS |= {"top_entropy_tokens": check_filter, "negative_tokens": check_filter, "teacher_term": check_teacher}
+CHECKS |= dict.fromkeys(("top_entropy_tokens", "negative_tokens", "teacher_term"), check_advantages)
 CHECKS |= dict.fromkeys(("ipo", "simpo", "orpo"), check_pairs) | {"grpo_correction": check_correction}
 OF_TWO_RANKS = BUGS["top entropy of each rank"]
 OURS = [bug for bug in BUGS.values() if bug.tests == "test_patches.py" and bug != OF_TWO_RANKS]
