@@ -3,7 +3,7 @@
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
 # variant of grpo.py
-"""GRPO with a correction for the sampler: a token weighs more if the policy finds it likelier than it did.
+"""GRPO with a correction for the sampler: each token is weighted with pi_old / mu, truncated or masked.
 
 An inference engine has other kernels than the training code, and an asynchronous sampler older weights. So
 the policy mu that samples is not pi_old, the policy before the update. A weight per token, without gradient:
