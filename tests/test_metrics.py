@@ -161,6 +161,9 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         line["rollouts"] = len(texts) / args.batch_size
     if name == "sdpo":
         line["demonstrations"] = mean(chain(*(x["has_demonstration"].tolist() for x in rollouts)))
+    if name == "grpo_correction":
+        weights = chain(*(references.correction_weights(args, rollout) for rollout in rollouts))
+        line["correction_weight"] = mean(chain(*weights))
     if name == "reinforce_pp_tools":
         line["calls"] = mean(chain(*(x["num_calls"].tolist() for x in rollouts)))
     return line

@@ -123,7 +123,7 @@ def test_every_planted_bug_still_applies():
     for bug in BUGS.values():
         assert (ROOT / "tests" / bug.tests.split()[0]).exists(), f"there is no {bug.tests}"
         source = bug.plant(bug.path().read_text())
-        if bug.tests != "test_estimators.py":  # which runs them
+        if bug.tests not in ("test_estimators.py", "test_patches.py"):  # which run them
             ast.parse(source)
     references = (ROOT / "tests" / "references.py").read_text()
     assert all(bug.plant_in_references(references) for bug in IN_VECTORS)
