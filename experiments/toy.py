@@ -116,6 +116,15 @@ EXPERIMENTS["self_distillation"] = Experiment(
     columns=first(1, "score") | BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
 )
 
+# The sampled token or the whole vocabulary, from the same start; --beta 0.5 is gkd.py's default
+GKD = [("gkd", flags) for flags in ({"beta": 0.0}, {}, {"beta": 1.0}, {"beta": 1.0, "top_k": 2})]
+EXPERIMENTS["divergences"] = Experiment(
+    [("distill", {}), *GKD],
+    seeds=5,
+    keys=["score", "kl", "response_length", "entropy"],
+    columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
+)
+
 # One process does what flash_reinforce_async.py does with two ranks: the patch samples with the weights of n updates
 # ago, n from the environment. A test compares the two, bit by bit. With n = 0 every gate is open.
 GATES = {"no gate": 1e6, "δ = 0.01": 0.01, "δ = 0.003": 0.003}

@@ -28,7 +28,7 @@ MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # Features that do not go together, also where they merge
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
