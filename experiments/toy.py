@@ -140,6 +140,20 @@ EXPERIMENTS["staleness"] = Experiment(
     shared={"eval_every": 0},
 )
 
+# A score for the answer, for each right step, or for each true equation
+STEPS = [
+    ("reinforce_pp_process", {"reward": f"toy/steps.py:{name}"}) for name in ("right_steps", "true_steps")
+]
+EXPERIMENTS["process"] = Experiment(
+    [("reinforce_pp", {}), *STEPS],
+    seeds=5,
+    keys=["response_length", "kl", "truncated"],
+    columns={f"greedy 2-5, iteration {10 * i}": lambda run, i=i: run["greedy 2-5"][i] for i in (1, 2)}
+    | final(*CHAINS)
+    | last(10, "response_length", "kl"),
+    shared={"eval_reward": "exact_answer", "eval_every": 10},
+)
+
 TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]
 CALLS = ["score", "calls", "kl", "entropy", "grad_norm"]
 EXPERIMENTS["tool_use"] = Experiment(

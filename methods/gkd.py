@@ -135,7 +135,7 @@ def merge_rest(logprobs, kept):
 
 def kl_divergence(logprobs, other_logprobs):
     """KL (b, T) of one distribution to another, from log-probs (b, T, V)."""
-    return (logprobs.exp() * (logprobs - other_logprobs)).sum(2)
+    return (logprobs.exp() * (logprobs - other_logprobs)).sum(-1)
 
 
 def divergence(args, student_logprobs, teacher_logprobs):

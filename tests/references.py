@@ -360,3 +360,47 @@ def ppo_value_loss(args, batch, values, num_tokens):
         near = min(max(value, old - args.value_clip_eps), old + args.value_clip_eps)
         loss = loss + 0.5 * max((value - target) ** 2, (near - target) ** 2) / num_tokens
     return loss
+
+
+def with_distributions(batch, new):
+    """The batch with log-probs (B, T, 5) of a teacher and of a policy, which follow from new (B, T). For gkd.py."""
+    policy = torch.stack([t * (t * new).sin() for t in range(5)], dim=2)
+    teacher = torch.stack([(7.0 * t + batch["ref_logprobs"]).sin() for t in range(5)], dim=2)
+    return batch | {"all_logprobs": policy.log_softmax(2), "teacher_all_logprobs": teacher.log_softmax(2)}
+
+
+def kl_of(p, q):
+    """KL(p||q) from probabilities."""
+    return sum(x * (x / y).log() for x, y in zip(p, q, strict=True))
+
+
+def gkd_divergence(beta: float, p, q):
+    """Of the teacher's probabilities p and the student's q at a token."""
+    if beta == 0:
+        return kl_of(p, q)
+    if beta == 1:
+        return kl_of(q, p)
+    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    return beta * kl_of(p, m) + (1 - beta) * kl_of(q, m)
+
+
+def gkd_advantages(args, rollout):
+    return [0.0] * len(rollout["response_mask"])
+
+
+def gkd_loss(args, batch, new, num_sequences, num_tokens):
+    loss = 0.0
+    for i, t in batch["response_mask"].nonzero().tolist():
+        p, q = (batch[name][i, t].exp() for name in ("teacher_all_logprobs", "all_logprobs"))
+        if args.top_k:
+            ranked = p.argsort(descending=True)
+            top, rest = ranked[: args.top_k], ranked[args.top_k :]
+            p, q = ([*x[top], x[rest].sum()] for x in (p, q))
+        loss = loss + gkd_divergence(args.beta, p, q) / num_tokens
+    return loss, None
+
+
+def reinforce_pp_process_advantages(args, rollout):
+    pairs = zip(rows_of("token_scores", rollout), rows_of("kl", rollout))
+    rewards = [[score - args.kl_coef * k1 for score, k1 in zip(*pair)] for pair in pairs]
+    return whitened([[math.fsum(row[t:]) for t in range(len(row))] for row in rewards])

@@ -67,10 +67,12 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
+        if name == "gkd":
+            batch = references.with_distributions(batch, logprobs)
         loss, stats = MODULES[name].policy_loss(args, batch, logprobs, num_sequences=13, num_tokens=57)
         expected, share = getattr(references, f"{name}_loss")(args, batch, logprobs, 13, 57)
         torch.testing.assert_close(loss, expected, **EXACT)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
+        (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
         (expected_gradient,) = torch.autograd.grad(expected, logprobs)
         torch.testing.assert_close(gradient[mask], expected_gradient[mask], **EXACT)
         assert (gradient[~mask] == 0).all() and not any(value.requires_grad for value in stats.values())
@@ -146,7 +148,7 @@ DEPENDS_ON = {
     "opo": "scale",
     "dr_grpo": "scale",
     "maxrl": "level",
-} | dict.fromkeys(["grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "distill", "sdpo"], "")
+} | dict.fromkeys(["grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "distill", "gkd", "sdpo"], "")
 
 
 def advantages_of(name: str, **changes) -> torch.Tensor:

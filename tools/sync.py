@@ -33,9 +33,13 @@ INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("process", "tools"): "a token of the tool would need a score",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
+# Features that change so many lines of their parent's estimator, which no other script has
+ESTIMATOR_LINES = {"process": 4}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
@@ -73,6 +77,12 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
+
+
+def estimator_of(name: str, root: Path = ROOT) -> str:
+    """The script whose estimator block a script has: its own, its parent's, or that of such a feature."""
+    changed = [features(root)[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+    return changed[0] if changed else variants(root).get(name, name)
 
 
 def skeleton(source: str) -> str:
@@ -122,7 +132,7 @@ def sync(root: Path = ROOT) -> int:
             conflicts.append(name)
             continue
         docstring, _ = OWN.findall(sources[name])
-        _, block = OWN.findall(sources[parents.get(name, name)])
+        _, block = OWN.findall(sources[estimator_of(name, root)])
         merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
@@ -164,6 +174,8 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
         variant, parent = known[feature], parents[known[feature]]
+        if feature in ESTIMATOR_LINES:
+            raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
         text, is_clean = merge(text, bare[parent], bare[variant])
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ def value(words):
 
 
 def score_tokens(prompts, tokens, answer, expected):
-    """1 for a right answer. The steps of the prompt share another 1: what follows "=" is one if it is as expected."""
+    """1 for a right answer, and for each result, what follows "=", that is as expected."""
     scores = []
     for prompt, words, right in zip(prompts, tokens, answer):
         chain = prompt.split()[:-1]
@@ -20,7 +20,7 @@ def score_tokens(prompts, tokens, answer, expected):
         words = [word for word in words if word != "<eos>"]
         for t in range(1, len(words)):
             if words[t - 1] == "=" and words[t] == expected(chain, words[:t]):
-                row[t] = 1 / (len(chain) // 2)
+                row[t] = 1.0
         if words[-2:] == ["answer", right]:
             row[len(words) - 1] = 1.0
         scores.append(row)
@@ -38,5 +38,5 @@ def right_steps(prompts, tokens, answer, **columns):
 
 
 def true_steps(prompts, tokens, answer, **columns):
-    """An equation must be true, be it useful or not: 8 + 0 = 8 counts as often as it is written."""
+    """The equation must be true, be it useful or not: 8 + 0 = 8 counts as often as it is written."""
     return score_tokens(prompts, tokens, answer, lambda chain, before: value(before[-4:-1]))
