@@ -147,11 +147,11 @@ STEPS = [
 EXPERIMENTS["process"] = Experiment(
     [("reinforce_pp", {}), *STEPS],
     seeds=5,
-    keys=["response_length", "kl", "truncated"],
-    columns={f"greedy 2-5, iteration {10 * i}": lambda run, i=i: run["greedy 2-5"][i] for i in (1, 2)}
+    keys=["score", "kl", "response_length", "entropy"],
+    columns={"greedy 2-5, iteration 40": lambda run: run["greedy 2-5"][1]}
     | final(*CHAINS)
     | last(10, "response_length", "kl"),
-    shared={"eval_reward": "exact_answer", "eval_every": 10},
+    shared={"eval_reward": "exact_answer"},
 )
 
 TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]

@@ -6,9 +6,8 @@ import re
 def value(words):
     """What words such as 3 + 5 - 2 come to, modulo 10; None if they are something else."""
     text = "".join(words)
-    return (
-        str(sum(map(int, re.findall(r"[+-]?\d", text))) % 10) if re.fullmatch(r"\d([+-]\d)*", text) else None
-    )
+    if re.fullmatch(r"\d([+-]\d)*", text):
+        return str(sum(map(int, re.findall(r"[+-]?\d", text))) % 10)
 
 
 def score_tokens(prompts, tokens, answer, expected):
