@@ -4,18 +4,18 @@
 # ///
 """GKD: on-policy distillation with a divergence over the whole vocabulary.
 
-Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, Eq. 2 and Algorithm 1.
-To each prompt the policy, the student, samples a response. At each token t its distribution is q, and p that
-of the frozen --teacher, a model with the same tokenizer, both at the sampling temperature:
+Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, Algorithm 1. The
+student, the policy, samples a response to each prompt. At each token q is its distribution, with gradient,
+and p that of the frozen --teacher, a model with the same tokenizer, both at the sampling temperature:
 
     m    = beta p + (1 - beta) q
     D_t  = beta KL(p||m) + (1 - beta) KL(q||m)          KL(p||q) at beta = 0, KL(q||p) at beta = 1
     loss = 1/N_tok sum_i sum_t D_t
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. There is no
-advantage: the gradient passes through q, and not through the sampling. All responses are the student's, the
-paper's lambda = 1. distill.py estimates KL(q||p) from the sampled token. The score is logged and does not
-train. A micro-batch of b rows takes about ten tensors (b, T, V) in float32, V the vocabulary; --top_k half.
+N_tok counts the response tokens of one optimizer step over all ranks, EOS included. The gradient passes
+through q, not through the sampling; distill.py estimates KL(q||p) by the sampled token. All responses are the
+student's: lambda is 1. The score does not train. An update takes up to 11 float32 tensors (b, T, V), V the
+vocabulary, 8 with --top_k.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/gkd.py
@@ -155,11 +155,10 @@ def divergence(args, student_logprobs, teacher_logprobs):
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     """The divergence: the mean over tokens.
 
-    all_logprobs and teacher_all_logprobs (b, T, V) are in batch, the first with gradient. num_sequences and
-    num_tokens count the whole optimizer step, so that the losses of its micro-batches and ranks add up.
+    batch has the log-probs (b, T, V) of all tokens, the student's with gradient. num_sequences and num_tokens
+    count the whole optimizer step, so that the losses of its micro-batches and ranks add up.
     """
-    student = batch["all_logprobs"]
-    teacher = batch["teacher_all_logprobs"]
+    student, teacher = batch["all_logprobs"], batch["teacher_all_logprobs"]
     if args.top_k:
         kept = teacher.topk(min(args.top_k, teacher.shape[2] - 1)).indices  # (b, T, k)
         student = merge_rest(student, kept)
@@ -286,7 +285,7 @@ def token_logprobs(args, model, batch):
     logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
     tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
 
-    # A divergence needs the log-probs of all tokens.
+    # The divergence needs those of all tokens.
     batch["all_logprobs"] = log_distribution(logits, args.temperature)  # (b, T, V)
 
     logprobs = log_distribution(logits, args.temperature).gather(2, tokens).squeeze(2)
