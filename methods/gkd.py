@@ -14,8 +14,7 @@ and p that of the frozen --teacher, a model with the same tokenizer, both at the
 
 N_tok counts the response tokens of the step over all ranks, EOS included. The gradient passes through q, not
 the sampling; distill.py estimates KL(q||p) by the sampled token. All responses are the student's: lambda is
-1. The score does not train. An update takes up to 11 float32 tensors (b, T, V), V the vocabulary, 8 with
---top_k.
+1. The score does not train. An update takes up to 11 float32 tensors (b, T, vocabulary).
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/gkd.py
