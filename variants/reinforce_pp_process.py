@@ -363,9 +363,8 @@ def main(args):
         # 4. Scores after penalty, scale, z-score and clip
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
-        # The same for each token. A truncated response has T tokens, and the penalty is at the last.
-        is_penalized = torch.zeros_like(rollout["response_mask"])
-        is_penalized[:, -1] = rollout["truncated"]
+        # The same for each token. A truncated response has T tokens; the penalty is at the last.
+        is_penalized = pad(rollout["truncated"][:, None], (args.max_response_length - 1, 0))  # (B, T)
         rollout["token_scores"] = process_scores(args, rollout["token_scores"], is_penalized)
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
@@ -635,10 +634,7 @@ def score(reward, tokenizer, rows, rollout):
     rollout["token_scores"] = torch.zeros_like(rollout["old_logprobs"])
     for row, ids, x in zip(rollout["token_scores"], response_ids(rollout), given):
         row_scores = x if isinstance(x, list) else [0.0] * (len(ids) - 1) + [x]
-        check(
-            len(row_scores) == len(ids),
-            "--reward: give a score for each of a response's tokens, or one number",
-        )
+        check(len(row_scores) == len(ids), "--reward: give a score for each token, or one for the response")
         row[: len(ids)] = row.new_tensor(row_scores)
     return scores
 
