@@ -362,25 +362,15 @@ def ppo_value_loss(args, batch, values, num_tokens):
     return loss
 
 
-def with_distributions(batch, new):
-    """The batch with log-probs (B, T, 5) of a teacher and of a policy, which follow from new (B, T). For gkd.py."""
-    policy = torch.stack([t * (t * new).sin() for t in range(5)], dim=2)
-    teacher = torch.stack([(7.0 * t + batch["ref_logprobs"]).sin() for t in range(5)], dim=2)
-    return batch | {"all_logprobs": policy.log_softmax(2), "teacher_all_logprobs": teacher.log_softmax(2)}
-
-
 def kl_of(p, q):
-    """KL(p||q) from probabilities."""
-    return sum(x * (x / y).log() for x, y in zip(p, q, strict=True))
+    return (p * (p / q).log()).sum()
 
 
 def gkd_divergence(beta: float, p, q):
-    """Of the teacher's probabilities p and the student's q at a token."""
-    if beta == 0:
-        return kl_of(p, q)
-    if beta == 1:
-        return kl_of(q, p)
-    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    """From the probabilities of the teacher, p, and of the student, q, at a token."""
+    if beta in (0, 1):
+        return kl_of(q, p) if beta else kl_of(p, q)
+    m = beta * p + (1 - beta) * q
     return beta * kl_of(p, m) + (1 - beta) * kl_of(q, m)
 
 
@@ -389,13 +379,12 @@ def gkd_advantages(args, rollout):
 
 
 def gkd_loss(args, batch, new, num_sequences, num_tokens):
-    loss = 0.0
+    loss, names = 0.0, ("teacher_all_logprobs", "all_logprobs")
     for i, t in batch["response_mask"].nonzero().tolist():
-        p, q = (batch[name][i, t].exp() for name in ("teacher_all_logprobs", "all_logprobs"))
-        if args.top_k:
-            ranked = p.argsort(descending=True)
-            top, rest = ranked[: args.top_k], ranked[args.top_k :]
-            p, q = ([*x[top], x[rest].sum()] for x in (p, q))
+        p, q = (batch[name][i, t].exp() for name in names)
+        if 0 < args.top_k < len(p):
+            order = p.argsort(descending=True)
+            p, q = (torch.cat([x[: args.top_k], x[args.top_k :].sum()[None]]) for x in (p[order], q[order]))
         loss = loss + gkd_divergence(args.beta, p, q) / num_tokens
     return loss, None
 

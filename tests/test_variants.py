@@ -32,11 +32,13 @@ def make(folder, name: str, *chosen: str) -> str:
     return made
 
 
-@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("name", [*POLICY_SCRIPTS, "reinforce_pp_process"])
 def test_each_feature_merges_into_a_script(name, tmp_path):
     """Pairs that do not go together stand in sync.REFUSED."""
     for chosen in (*([feature] for feature in FEATURES), ["lora", "vllm"], ["tools", "fsdp"]):
-        if not any((name, feature) in sync.REFUSED for feature in chosen):
+        if not {(x, feature) for x in (name, name.rpartition("_")[2]) for feature in chosen} & {
+            *sync.REFUSED
+        }:
             make(tmp_path, name, *chosen)
     ruff = [
         sys.executable,
@@ -55,7 +57,13 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    for script, features in (("distill", "tools"), ("remax", "async"), ("rloo", "lora"), ("rloo", "nothing")):
+    for script, features in (
+        ("distill", "tools"),
+        ("remax", "async"),
+        ("rloo", "process"),
+        ("rloo", "lora"),
+        ("rloo", "nothing"),
+    ):
         assert sync.variant(script, features, copies) == 1
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()

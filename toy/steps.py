@@ -10,32 +10,20 @@ def value(words):
         return str(sum(map(int, re.findall(r"[+-]?\d", text))) % 10)
 
 
-def score_tokens(prompts, tokens, answer, expected):
-    """1 for a right answer, and for each result, what follows "=", that is as expected."""
-    scores = []
-    for prompt, words, right in zip(prompts, tokens, answer):
-        chain = prompt.split()[:-1]
-        row = [0.0] * len(words)
-        words = [word for word in words if word != "<eos>"]
+def right_steps(prompts, tokens, answer, may_be_useless=False, **columns):
+    """1 for a right answer, and for result i if it is the value of the prompt's first i + 1 numbers."""
+    scores = [[0.0] * len(words) for words in tokens]
+    for row, prompt, words, right in zip(scores, prompts, tokens, answer):
+        chain, words = prompt.split()[:-1], [word for word in words if word != "<eos>"]
         for t in range(1, len(words)):
-            if words[t - 1] == "=" and words[t] == expected(chain, words[:t]):
-                row[t] = 1.0
+            end = 2 * words[:t].count("=") + 1
+            step = words[t - 4 : t - 1] if may_be_useless else chain[:end] if end <= len(chain) else []
+            row[t] = float(words[t - 1] == "=" and words[t] == value(step))
         if words[-2:] == ["answer", right]:
             row[len(words) - 1] = 1.0
-        scores.append(row)
     return scores
 
 
-def right_steps(prompts, tokens, answer, **columns):
-    """Result i must be the value of the prompt's first i + 1 numbers."""
-
-    def expected(chain, before):
-        length = 2 * before.count("=") + 1
-        return value(chain[:length]) if length <= len(chain) else None
-
-    return score_tokens(prompts, tokens, answer, expected)
-
-
-def true_steps(prompts, tokens, answer, **columns):
-    """The equation must be true, be it useful or not: 8 + 0 = 8 counts as often as it is written."""
-    return score_tokens(prompts, tokens, answer, lambda chain, before: value(before[-4:-1]))
+def true_steps(**columns):
+    """1 for a right answer, and for each result of a true equation: 8 + 0 = 8 counts as often as it is written."""
+    return right_steps(may_be_useless=True, **columns)
