@@ -197,7 +197,7 @@ def draw(name: str) -> None:
     for run in filter(experiment.picture, load(name)):
         curves = {key: run[key] for key in experiment.keys if run[key]}
         if "teacher" in defaults(run["script"]):
-            del curves["kl"]  # it is not the KL to the start
+            curves.pop("kl", None)  # it is not the KL to the start
         points = common.plot_rows(curves)
         if every := experiment.shared.get("eval_every"):
             greedy = enumerate(run["greedy 2-5"])
