@@ -133,8 +133,7 @@ def whiten(x, mask):
 def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: the whitened return to go of every response token (Eq. 8-10)."""
     kl_to_go = rollout["kl"].flip(1).cumsum(1).flip(1)  # (B, T): the sum over s >= t
-    scores_to_go = rollout["token_scores"].flip(1).cumsum(1).flip(1)
-    returns = scores_to_go - args.kl_coef * kl_to_go
+    returns = rollout["token_scores"].flip(1).cumsum(1).flip(1) - args.kl_coef * kl_to_go
     return {"advantages": whiten(returns, rollout["response_mask"])}
 
 
