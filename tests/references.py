@@ -441,3 +441,36 @@ def ppo_value_loss(args, batch, values, num_tokens):
         near = min(max(value, old - args.value_clip_eps), old + args.value_clip_eps)
         loss = loss + 0.5 * max((value - target) ** 2, (near - target) ** 2) / num_tokens
     return loss
+
+
+def kl_of(p, q):
+    return (p * (p / q).log()).sum()
+
+
+def gkd_divergence(beta: float, p, q):
+    """From the probabilities of the teacher, p, and of the student, q, at a token."""
+    if beta in (0, 1):
+        return kl_of(q, p) if beta else kl_of(p, q)
+    m = beta * p + (1 - beta) * q
+    return beta * kl_of(p, m) + (1 - beta) * kl_of(q, m)
+
+
+def gkd_advantages(args, rollout):
+    return [0.0] * len(rollout["response_mask"])
+
+
+def gkd_loss(args, batch, new, num_sequences, num_tokens):
+    loss, names = 0.0, ("teacher_all_logprobs", "all_logprobs")
+    for i, t in batch["response_mask"].nonzero().tolist():
+        p, q = (batch[name][i, t].exp() for name in names)
+        if 0 < args.top_k < len(p):
+            order = p.argsort(descending=True)
+            p, q = (torch.cat([x[: args.top_k], x[args.top_k :].sum()[None]]) for x in (p[order], q[order]))
+        loss = loss + gkd_divergence(args.beta, p, q) / num_tokens
+    return loss, None
+
+
+def reinforce_pp_process_advantages(args, rollout):
+    pairs = zip(rows_of("token_scores", rollout), rows_of("kl", rollout))
+    rewards = [[score - args.kl_coef * k1 for score, k1 in zip(*pair)] for pair in pairs]
+    return whitened([[math.fsum(row[t:]) for t in range(len(row))] for row in rewards])

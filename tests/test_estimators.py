@@ -61,10 +61,13 @@ def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
         mask = batch["response_mask"]
         noise = 0.5 * torch.randn(mask.shape, dtype=torch.float64) * mask  # ratios from 0.3 to 3
         logprobs = (batch["old_logprobs"] + noise).requires_grad_()
+        if name == "gkd":  # two distributions over two tokens
+            student = torch.stack([logprobs, 2 * logprobs], dim=2).log_softmax(2)
+            batch |= {"all_logprobs": student, "teacher_all_logprobs": student.detach().flip(2)}
         loss, stats = MODULES[name].policy_loss(args, batch, logprobs, num_sequences=13, num_tokens=57)
         expected, share = getattr(references, f"{name}_loss")(args, batch, logprobs, 13, 57)
         torch.testing.assert_close(loss, expected, **EXACT)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
+        (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
         (expected_gradient,) = torch.autograd.grad(expected, logprobs)
         torch.testing.assert_close(gradient[mask], expected_gradient[mask], **EXACT)
         assert (gradient[~mask] == 0).all() and not any(value.requires_grad for value in stats.values())

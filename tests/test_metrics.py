@@ -173,6 +173,7 @@ def num_tokens(batches: list[dict]) -> int:
     return sum(int(batch["response_mask"].sum()) for batch in batches)
 
 
+@torch.no_grad()
 def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
     """Means over the optimizer steps. The losses of a step are those of references.py."""
     method, steps, sums = VARIANTS.get(name, name), steps_of(ranks, "policy_loss"), Counter()

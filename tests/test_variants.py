@@ -33,11 +33,12 @@ def make(folder, name: str, *chosen: str) -> str:
     return made
 
 
-@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("name", [*POLICY_SCRIPTS, "reinforce_pp_process"])
 def test_each_feature_merges_into_a_script(name, tmp_path):
     """Pairs that do not go together stand in sync.REFUSED."""
     for chosen in (*([feature] for feature in FEATURES), *PAIRS):
-        if not any((name, feature) in sync.REFUSED for feature in chosen):
+        parts = (name, name.rpartition("_")[2])
+        if not any((part, feature) in sync.REFUSED for part in parts for feature in chosen):
             make(tmp_path, name, *chosen)
     options = ["--ignore=E501", "--config", ROOT / "pyproject.toml", tmp_path]
     result = subprocess.run([sys.executable, "-m", "ruff", "check", *options], capture_output=True, text=True)
@@ -50,6 +51,7 @@ def test_what_does_not_go_together_is_named(tmp_path, capsys):
     for script, features in (
         ("distill", "tools"),
         ("sdpo", "correction"),
+        ("rloo", "process"),
         ("rloo", "lora"),
         ("rloo", "nothing"),
     ):

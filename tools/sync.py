@@ -32,19 +32,21 @@ MARKER = "    # --- estimator: begin"
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 TOP = 999  # characters in which it stands
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # Features that do not go together, also where they merge
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
     ("flash_reinforce", "correction"): "its ratio and its gate compare with the sampler already",
-    (
-        "sdpo",
-        "correction",
-    ): "a response without a demonstration would learn from the log-probs of two policies",
+    ("sdpo", "correction"): "its teacher and pi_old would be computed by different code",
+    ("gkd", "correction"): "its loss has no advantage to weigh",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("process", "tools"): "a token of the tool would need a score",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
+# Features for one script only: lines of its estimator that they remove or add
+ESTIMATOR_LINES = {"process": 3}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
@@ -85,6 +87,12 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
+
+
+def estimator_of(name: str, root: Path = ROOT) -> str:
+    """The script whose estimator block a script has: its own, its parent's, or that of such a feature."""
+    changed = [features(root)[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+    return changed[0] if changed else variants(root).get(name, name)
 
 
 def skeleton(source: str) -> str:
@@ -134,7 +142,7 @@ def sync(root: Path = ROOT) -> int:
             conflicts.append(name)
             continue
         docstring, _ = OWN.findall(sources[name])
-        _, block = OWN.findall(sources[parents.get(name, name)])
+        _, block = OWN.findall(sources[estimator_of(name, root)])
         merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
@@ -179,6 +187,8 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
         variant, parent = known[feature], parents[known[feature]]
+        if feature in ESTIMATOR_LINES:
+            raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
         text, is_clean = merge(text, bare(parent), bare(variant))
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
@@ -276,7 +286,7 @@ def print_patches() -> None:
 
 def print_refused() -> None:
     """Print the scripts and features that do not go together, in docs/variants.md."""
-    known = [*features()]
+    known = [feature for feature in features() if feature not in ESTIMATOR_LINES]
     print()
     for a, b in [*combinations(known, 2), *product(policy_scripts(), known)]:
         try:
