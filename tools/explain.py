@@ -10,9 +10,11 @@ import dataclasses
 import importlib
 import math
 import sys
+from pathlib import Path
 
 import sync
 import torch
+import transformers
 import tyro
 
 sys.path[:0] = [str(sync.ROOT / folder) for folder in (*sync.FOLDERS, "experiments")]
@@ -21,6 +23,10 @@ from common import table  # noqa: E402
 # What a group of responses does not have, by its name in the rollout
 NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
 NEEDS |= {"teacher_logprobs": "a teacher"}
+
+# The prompt of docs/learn.md, and the two right responses that the toy's policy gives
+PROMPT = "3 + 5 - 2 ?"
+RIGHT = {"worked_out": "think 3 + 5 = 8 - 2 = 6 answer 6 <eos>", "guess": "answer 6 <eos>"}
 
 
 @dataclasses.dataclass
@@ -67,6 +73,19 @@ def explain(args: Args, script: str):
     logprobs = rollout["old_logprobs"] + math.log(args.ratio) * mask
     _, push = loss_and_push(module, settings, rollout, logprobs, len(mask), int(mask.sum()))
     return rollout["advantages"], push
+
+
+@torch.no_grad()
+def choices(folder: str | Path) -> dict[str, list[float]]:
+    """The probability of each token of the right responses to PROMPT, under the policy in a folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt, found = tokenizer(PROMPT).input_ids, {}
+    for name, response in RIGHT.items():
+        ids = tokenizer(response).input_ids
+        probs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+        found[name] = [round(p, 4) for p in probs[range(len(ids)), ids].tolist()]
+    return found
 
 
 def show(row: torch.Tensor, digits: int = 3) -> str:
