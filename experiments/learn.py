@@ -10,7 +10,7 @@ from pathlib import Path
 
 import common
 import explain
-from common import load, mean, run_all
+from common import mean, run_all
 from planted import BUGS
 
 SHORT = {"num_iterations": 30}
@@ -53,7 +53,7 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
-    return row | explain.choices(run_dir / "model")
+    return row | {"choices": explain.choices(run_dir / "model")}
 
 
 def main() -> None:

@@ -24,9 +24,14 @@ from common import table  # noqa: E402
 NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
 NEEDS |= {"teacher_logprobs": "a teacher"}
 
-# The prompt of docs/learn.md, and the two right responses that the toy's policy gives
+# The prompt of docs/learn.md, and four of the toy policy's responses to it with their scores
 PROMPT = "3 + 5 - 2 ?"
-RIGHT = {"worked_out": "think 3 + 5 = 8 - 2 = 6 answer 6 <eos>", "guess": "answer 6 <eos>"}
+GROUP = {
+    "think 3 + 5 = 8 - 2 = 6 answer 6 <eos>": 1,
+    "answer 2 <eos>": 0,
+    "answer 3 <eos>": 0,
+    "answer 6 <eos>": 1,
+}
 
 
 @dataclasses.dataclass
@@ -76,15 +81,15 @@ def explain(args: Args, script: str):
 
 
 @torch.no_grad()
-def choices(folder: str | Path) -> dict[str, list[float]]:
-    """The probability of each token of the right responses to PROMPT, under the policy in a folder."""
+def choices(folder: str | Path) -> list[list[float]]:
+    """The probability of each token of the responses of GROUP, under the policy in a folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompt, found = tokenizer(PROMPT).input_ids, {}
-    for name, response in RIGHT.items():
+    prompt, found = tokenizer(PROMPT).input_ids, []
+    for response in GROUP:
         ids = tokenizer(response).input_ids
         probs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
-        found[name] = [round(p, 4) for p in probs[range(len(ids)), ids].tolist()]
+        found.append([round(p, 4) for p in probs[range(len(ids)), ids].tolist()])
     return found
 
 
