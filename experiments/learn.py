@@ -1,21 +1,33 @@
-"""The runs, numbers, diffs and pictures of docs/learn.md.
+"""The runs, tables and pictures of docs/learn.md.
 
-    python experiments/learn.py           the runs that have no row yet; 12 minutes on one core
-    python experiments/learn.py draw      the pictures
+    python experiments/learn.py           train what has no row yet; 12 minutes on one core
+    python experiments/learn.py draw      draw docs/learn_*.png
 
-A row has metrics, the mean over the first and over the last third of the run, and the choices of the trained policy.
+A row has metrics, each the mean over the first and over the last third of the run, and the choices of the result.
 """
 
+import importlib
+import math
+import re
+import tomllib
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import common
 import explain
-from common import mean, run_all
+import matplotlib.pyplot as plt
+import plot
+import sync
+import torch
+import tyro
+from common import ROOT, label, load, mean, words_of
 from planted import BUGS
 
-SHORT = {"num_iterations": 30}
-STRONG = {"num_iterations": 60, "kl_coef": 1}
-EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
+import dr_grpo
+import ppo
+
+SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 # Script, flags and a bug of tools/planted.toml, by the name that the page uses
 RUNS = {
     "mean": ("reinforce", SHORT, ""),
@@ -26,7 +38,7 @@ RUNS = {
     "1/T": ("flash_reinforce", SHORT, ""),
     "clip": ("dr_grpo", EPOCHS, ""),
     "no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
-    "beta 1": ("reinforce", STRONG, ""),
+    "beta 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
     "k2": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
     "k1": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
     "whitened": ("reinforce_pp", SHORT, ""),
@@ -34,17 +46,10 @@ RUNS = {
     "no critic": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "critic alone": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-SEEDS = (1, 2)
-KEYS = (
-    "score",
-    "kl",
-    "response_length",
-    "equal_groups",
-    "clip_fraction",
-    "grad_norm",
-    "truncated",
-    "entropy",
-)
+KEYS = ("score", "response_length", "kl", "clip_fraction", "grad_norm")
+# Where a KL term stands, the script that has it, and a bug of tools/planted.toml
+KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
+KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
 
 
 def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
@@ -56,12 +61,188 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     return row | {"choices": explain.choices(run_dir / "model")}
 
 
-def main() -> None:
-    cells = []
-    for script, flags, bug in RUNS.values():
-        cells += [{"script": script, "flags": flags, "bug": bug, "seed": seed} for seed in SEEDS]
-    run_all("learn", cells, measure, workers=1)
+def rows_of(name: str) -> list[dict]:
+    return [row for row in load("learn") if (row["script"], row["flags"], row["bug"]) == RUNS[name]]
+
+
+# --- what the page prints ---
+
+
+def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
+    """Print a line for each run: P(think) at the end, and metrics, first third → last third."""
+    lines = []
+    for name in names:
+        rows = rows_of(name)
+        cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
+        cells += [[" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows] for key in keys]
+        lines.append([", ".join(filter(None, [label(rows[0]), rows[0]["bug"]])), *map("; ".join, cells)])
+    common.table(["run, seeds 1 and 2", "P(think) at the end", *keys], lines)
+
+
+def commands(*names: str) -> None:
+    """Print the commands of these runs, with those that plant and remove a bug."""
+    lines = []
+    for script, flags, bug in map(RUNS.get, names):
+        file = str(sync.paths()[script].relative_to(ROOT))
+        command = " ".join(["python", file, *words_of(flags)])
+        lines += [f"python tools/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
+    print("\n```", *lines, "```\n", sep="\n")
+
+
+def code(name: str) -> str:
+    """The source of a script without docstrings."""
+    return re.sub(r'""".*?"""\n', "", sync.paths()[name].read_text(), flags=re.DOTALL)
+
+
+def change(a: str, old: str, b: str, new: str) -> None:
+    """Print the lines of script a that match a pattern as removed, and those of b as added."""
+    print("\n```diff")
+    for sign, name, pattern in (("-", a, old), ("+", b, new)):
+        found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
+        print(*(f"{sign} {line}" for line in found), sep="\n")
+    print("```\n")
+
+
+def worked(flags: str) -> None:
+    """Print a command of tools/explain.py, and its table."""
+    print(f"`python tools/explain.py {flags}`")
+    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
+
+
+def methods() -> None:
+    """Print the choices of each method, and the flags of `make diff` that compare it with a relative."""
+    columns, page = (ROOT / name for name in ("experiments/learn.toml", "docs/methods.md"))
+    columns, lines = tomllib.loads(columns.read_text()), []
+    for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
+        block = re.search(sync.BLOCK, code(name), re.MULTILINE | re.DOTALL)[0]
+        words = [
+            next(x for x, pattern in column.items() if re.search(pattern, block))
+            for column in columns.values()
+        ]
+        diff = re.search(rf"^### {name}\n.*?(A=\w+ B=\w+)", page.read_text(), re.MULTILINE | re.DOTALL)
+        lines.append([f"[`{name}`](methods.md#{name})", *words, f"`{diff[1]}`" if diff else ""])
+    common.table(["method", *columns, "`make diff`"], lines)
+
+
+def kl() -> None:
+    """Print how each KL term pulls on the logit of `think`, if P(think) was 0.357 at the start and is 0.7 now."""
+    now, ref = (torch.tensor([[p], [1 - p]], dtype=torch.float64) for p in (0.7, 0.357))
+    tensors = {"kl": (now / ref).log(), "old_logprobs": now.log(), "ref_logprobs": ref.log()}
+    steps = now * torch.tensor([[0.3], [-0.7]])  # probability, times what the logit adds to the log-prob
+    pulls = {"the KL itself": (steps * tensors["kl"]).sum().item()}
+    for name, script, bug in KL_TERMS:
+        pushes = push(script, [0, 0], [1, 1], bug, tensors, kl_coef=1, samples_per_prompt=2)
+        pulls[name] = (-len(now) * steps * pushes).sum().item()
+    lines = (f"{name:18}{x:5.2f} {'█' * round(60 * x)}".rstrip() for name, x in pulls.items())
+    print("\n```", *lines, "```\n", sep="\n")
+
+
+def critic() -> None:
+    """Print values and advantages of the worked-out response for a critic that knows the policy."""
+    (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
+    values = [think * math.prod(path) + answer * six, *(math.prod(path[t:]) for t in range(len(path)))]
+    rollout = explain.make_rollout([1], [13], values=torch.tensor([values], dtype=torch.float64))
+    lines = [["value before it", *(f"{x:.2f}" for x in values)]]
+    for x in (0, 0.95, 1):
+        returns = ppo.compute_advantages(ppo.Args(gae_lambda=x), rollout)["returns"][0]
+        lines.append([f"advantage, λ = {x:g}", *(f"{r - v:.2f}" for r, v in zip(returns.tolist(), values))])
+    common.table(["", *next(iter(explain.GROUP)).split()], lines)
+
+
+# --- pictures, from the functions of the scripts and the probabilities of toy/policy ---
+
+
+def push(script: str, scores, lengths, bug: str = "", tensors=None, **flags) -> torch.Tensor:
+    """The push of a script's loss on each token (B, T) of a rollout."""
+    module = BUGS[bug].module() if bug else importlib.import_module(script)
+    rollout = explain.make_rollout(scores, lengths, **(tensors or {}))
+    return explain.pushes(module, module.Args(**flags), rollout)[1]
+
+
+def draw_group(axis, script: str) -> None:
+    """The responses of GROUP: how far the push of a script moves the logit of each token."""
+    probs, scores = explain.choices(ROOT / "toy" / "policy"), list(explain.GROUP.values())
+    pushes = len(probs) * push(script, scores, list(map(len, probs)))
+    moves = [[x.item() * (1 - p) for x, p in zip(*row)] for row in zip(pushes, probs)]
+    for i, response in enumerate(explain.GROUP):
+        axis.text(-0.7, i, f"score {scores[i]}", ha="right", va="center")
+        for t, token in enumerate(response.split()):
+            color = plt.get_cmap("PuOr")(0.5 - 0.3 * moves[i][t] / moves[3][1])
+            axis.add_patch(plt.Rectangle((t - 0.5, i - 0.4), 1, 0.8, facecolor=color, edgecolor="#ccc"))
+            axis.text(t, i, f"{token}\n{moves[i][t]:+.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlim=(-2.2, 12.6), ylim=(3.5, -0.5))
+    axis.set_axis_off()
+
+
+def draw_baseline(axis) -> None:
+    """The push on `think` in 1,000 batches of 128 responses, with three baselines."""
+    (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
+    right = math.prod(path)
+    p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
+    scores, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([13, 13, 3, 3])
+    torch.manual_seed(0)
+    for b, bug, color in (("-10", "baseline too low", 1), ("0", "no baseline", 0), ("mean", "", 2)):
+        rows = p.multinomial(128_000, replacement=True).view(1000, 128)
+        pushes = torch.stack([push("reinforce", scores[row], lengths[row], bug)[:, 0] for row in rows])
+        sums = (pushes * ((rows < 2).double() - think)).sum(1)
+        title = f"b = {b}: {sums.mean():.2f} ± {sums.std():.2f}"
+        axis.hist(sums, 20, density=True, histtype="step", color=plot.COLORS[color], label=title, lw=1.5)
+    axis.set(xlabel="push on the logit of think", yticks=[])
+    axis.legend(frameon=False)
+
+
+def draw_std(axis) -> None:
+    """The weight of a prompt against its pass rate, exactly: from groups of 0 to k right responses."""
+    rates = torch.linspace(0.01, 0.99, 99, dtype=torch.float64).view(-1, 1, 1)
+    for script, k, color in (("dr_grpo", 8, 0), ("grpo", 8, 1), ("grpo", 64, 5), ("maxrl", 8, 2)):
+        right = torch.arange(k + 1.0, dtype=torch.float64)
+        scores = (torch.arange(k) < right[:, None]).double()  # (k + 1, k)
+        pushes = push(script, scores.flatten(), [1] * scores.numel(), samples_per_prompt=k).view_as(scores)
+        chance = (
+            torch.distributions.Binomial(k, rates.flatten()[:, None]).log_prob(right).exp()
+        )  # (99, k + 1)
+        weights = (chance * (pushes * (scores - rates)).sum(2)).sum(1) / (rates * (1 - rates)).flatten()
+        axis.plot(
+            rates.flatten(), weights / weights[49], color=plot.COLORS[color], label=f"{script}, k = {k}"
+        )
+    axis.set(xlabel="pass rate of a prompt", ylabel="weight", ylim=(0, 4))
+    axis.legend(frameon=False, ncols=2)
+
+
+def draw_clip(axis) -> None:
+    """The push of dr_grpo.py on a token against its ratio."""
+    ratio = torch.linspace(0.5, 1.5, 401, dtype=torch.float64).view(-1, 1)
+    for sign, color in ((1, 0), (-1, 1)):
+        rollout = explain.make_rollout([0] * 401, [1] * 401, advantages=sign * torch.ones_like(ratio))
+        args = dr_grpo.Args()
+        _, pushes = explain.loss_and_push(
+            dr_grpo, args, rollout, ratio.log(), 1 / args.max_response_length, 401
+        )
+        axis.plot(ratio, pushes, color=plot.COLORS[color], label=f"A = {sign:+d}")
+    axis.set(xlabel="ratio: probability now / when it was sampled", ylabel="push")
+    axis.legend(frameon=False)
+
+
+DRAWINGS = {
+    "push": partial(draw_group, script="reinforce"),
+    "baseline": draw_baseline,
+    "std": draw_std,
+    "length": partial(draw_group, script="flash_reinforce"),
+    "clip": draw_clip,
+}
+
+
+def main(command: tyro.conf.Positional[Literal["train", "draw"]] = "train") -> None:
+    if command == "train":
+        names = ("script", "flags", "bug", "seed")
+        cells = [dict(zip(names, (*run, seed))) for run in RUNS.values() for seed in (1, 2)]
+        common.run_all("learn", cells, measure, workers=1)
+        return
+    for name, draw in DRAWINGS.items():
+        figure, axis = plt.subplots(figsize=(8, 2.6), dpi=110, layout="constrained")
+        draw(axis)
+        plot.save(figure, ROOT / "docs" / f"learn_{name}.png")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
