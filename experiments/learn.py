@@ -20,8 +20,9 @@ import matplotlib.pyplot as plt
 import plot
 import sync
 import torch
+import transformers
 import tyro
-from common import ROOT, label, load, mean, words_of
+from common import ROOT, load, mean, words_of
 from planted import BUGS
 
 import dr_grpo
@@ -30,21 +31,21 @@ import ppo
 SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 # Script, flags and a bug of tools/planted.toml, by the name that the page uses
 RUNS = {
-    "mean": ("reinforce", SHORT, ""),
-    "ones": ("reinforce", SHORT, "weight 1 for all"),
+    "score - mean": ("reinforce", SHORT, ""),
+    "1 for all": ("reinforce", SHORT, "weight 1 for all"),
     "score": ("reinforce", SHORT, "no baseline"),
-    "low": ("reinforce", SHORT, "baseline too low"),
+    "score + 10": ("reinforce", SHORT, "baseline too low"),
     "sum": ("reinforce", SHORT | {"kl_coef": 0}, ""),
     "1/T": ("flash_reinforce", SHORT, ""),
     "clip": ("dr_grpo", EPOCHS, ""),
     "no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
-    "beta 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
-    "k2": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
-    "k1": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
-    "whitened": ("reinforce_pp", SHORT, ""),
-    "critic": ("ppo", SHORT, ""),
-    "no critic": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
-    "critic alone": ("ppo", SHORT | {"gae_lambda": 0}, ""),
+    "β = 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
+    "k2 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
+    "k1 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
+    "reinforce_pp.py": ("reinforce_pp", SHORT, ""),
+    "ppo.py": ("ppo", SHORT, ""),
+    "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
+    "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
 KEYS = ("score", "response_length", "kl", "clip_fraction", "grad_norm")
 # Where a KL term stands, the script that has it, and a bug of tools/planted.toml
@@ -58,7 +59,18 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
-    return row | {"choices": explain.choices(run_dir / "model")}
+    return row | {"choices": explain.choices(run_dir / "model"), "thinks": thinks(run_dir / "model")}
+
+
+def thinks(folder: Path) -> list[float]:
+    """The mean of P(think) over held-out sums of 2, 3, 4 and 5 numbers."""
+    prompts = [row["prompt"] for row in common.read_jsonl(ROOT / "toy" / "heldout.jsonl")]
+    think = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("think")
+    means = []
+    for numbers in (2, 3, 4, 5):
+        same = [prompt for prompt in prompts if len(prompt.split()) == 2 * numbers]
+        means.append(round(mean(probs[-1, think].item() for probs in explain.next_probs(folder, same)), 3))
+    return means
 
 
 def rows_of(name: str) -> list[dict]:
@@ -68,15 +80,15 @@ def rows_of(name: str) -> list[dict]:
 # --- what the page prints ---
 
 
-def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
-    """Print a line for each run: P(think) at the end, and metrics, first third → last third."""
+def runs(*names: str, **columns: tuple) -> None:
+    """Print a line for each run: P(think) at the end, and of these metrics the mean of a third of the run."""
     lines = []
     for name in names:
         rows = rows_of(name)
         cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
-        cells += [[" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows] for key in keys]
-        lines.append([", ".join(filter(None, [label(rows[0]), rows[0]["bug"]])), *map("; ".join, cells)])
-    common.table(["run, seeds 1 and 2", "P(think) at the end", *keys], lines)
+        cells += [[f"{row[key][third]:.2g}" for row in rows] for key, third in columns.values()]
+        lines.append([name, *map("; ".join, cells)])
+    common.table(["seeds 1; 2", "P(think) at the end", *(x.replace("_", " ") for x in columns)], lines)
 
 
 def commands(*names: str) -> None:
@@ -90,8 +102,10 @@ def commands(*names: str) -> None:
 
 
 def code(name: str) -> str:
-    """The source of a script without docstrings."""
-    return re.sub(r'""".*?"""\n', "", sync.paths()[name].read_text(), flags=re.DOTALL)
+    """The estimator block of a script, or all of a script that has none, without docstrings."""
+    source = re.sub(r'""".*?"""\n', "", sync.paths()[name].read_text(), flags=re.DOTALL)
+    block = re.search(sync.BLOCK, source, re.MULTILINE | re.DOTALL)
+    return block[0] if block else source
 
 
 def change(a: str, old: str, b: str, new: str) -> None:
@@ -104,8 +118,7 @@ def change(a: str, old: str, b: str, new: str) -> None:
 
 
 def worked(flags: str) -> None:
-    """Print a command of tools/explain.py, and its table."""
-    print(f"`python tools/explain.py {flags}`")
+    """Print the table of a command of tools/explain.py."""
     explain.print_group(tyro.cli(explain.Args, args=flags.split()))
 
 
@@ -114,7 +127,7 @@ def methods() -> None:
     columns, page = (ROOT / name for name in ("experiments/learn.toml", "docs/methods.md"))
     columns, lines = tomllib.loads(columns.read_text()), []
     for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
-        block = re.search(sync.BLOCK, code(name), re.MULTILINE | re.DOTALL)[0]
+        block = code(name)
         words = [
             next(x for x, pattern in column.items() if re.search(pattern, block))
             for column in columns.values()

@@ -78,15 +78,20 @@ def explain(args: Args, script: str):
 
 
 @torch.no_grad()
-def choices(folder: str | Path) -> list[list[float]]:
-    """The probability of each token of the responses of GROUP, under the policy in a folder."""
+def next_probs(folder: str | Path, texts: list[str]) -> list[torch.Tensor]:
+    """The probabilities (length, V) of the token after each token of each text, under the model in a folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompt, found = tokenizer(PROMPT).input_ids, []
-    for response in GROUP:
+    return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1) for text in texts]
+
+
+def choices(folder: str | Path) -> list[list[float]]:
+    """The probability of each token of the responses of GROUP, under the policy in a folder."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for response, probs in zip(GROUP, next_probs(folder, [f"{PROMPT} {response}" for response in GROUP])):
         ids = tokenizer(response).input_ids
-        probs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
-        found.append([round(p, 4) for p in probs[range(len(ids)), ids].tolist()])
+        found.append([round(p, 4) for p in probs[-len(ids) - 1 : -1][range(len(ids)), ids].tolist()])
     return found
 
 
