@@ -86,7 +86,7 @@ def runs(*names: str, **columns: tuple) -> None:
     for name in names:
         rows = rows_of(name)
         cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
-        cells += [[f"{row[key][third]:.2g}" for row in rows] for key, third in columns.values()]
+        cells += [[f"{row[key][third]:.2f}" for row in rows] for key, third in columns.values()]
         lines.append([name, *map("; ".join, cells)])
     common.table(["seeds 1; 2", "P(think) at the end", *(x.replace("_", " ") for x in columns)], lines)
 
@@ -123,7 +123,7 @@ def worked(flags: str) -> None:
 
 
 def methods() -> None:
-    """Print the choices of each method, and the flags of `make diff` that compare it with a relative."""
+    """Print the choices of each method, and the one that docs/methods.md compares it with."""
     columns, page = (ROOT / name for name in ("experiments/learn.toml", "docs/methods.md"))
     columns, lines = tomllib.loads(columns.read_text()), []
     for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
@@ -132,9 +132,10 @@ def methods() -> None:
             next(x for x, pattern in column.items() if re.search(pattern, block))
             for column in columns.values()
         ]
-        diff = re.search(rf"^### {name}\n.*?(A=\w+ B=\w+)", page.read_text(), re.MULTILINE | re.DOTALL)
-        lines.append([f"[`{name}`](methods.md#{name})", *words, f"`{diff[1]}`" if diff else ""])
-    common.table(["method", *columns, "`make diff`"], lines)
+        diff = re.search(rf"^### {name}\n.*?A=(\w+) B=(\w+)", page.read_text(), re.MULTILINE | re.DOTALL)
+        other = ({*diff.groups()} - {name}).pop() if diff else ""
+        lines.append([f"[`{name}`](methods.md#{name})", *words, other])
+    common.table(["method", *columns, "diff from"], lines)
 
 
 def kl() -> None:
@@ -204,33 +205,13 @@ def draw_baseline(axis) -> None:
     axis.legend(frameon=False)
 
 
-def draw_std(axis) -> None:
-    """The weight of a prompt against its pass rate, exactly: from groups of 0 to k right responses."""
-    rates = torch.linspace(0.01, 0.99, 99, dtype=torch.float64).view(-1, 1, 1)
-    for script, k, color in (("dr_grpo", 8, 0), ("grpo", 8, 1), ("grpo", 64, 5), ("maxrl", 8, 2)):
-        right = torch.arange(k + 1.0, dtype=torch.float64)
-        scores = (torch.arange(k) < right[:, None]).double()  # (k + 1, k)
-        pushes = push(script, scores.flatten(), [1] * scores.numel(), samples_per_prompt=k).view_as(scores)
-        chance = (
-            torch.distributions.Binomial(k, rates.flatten()[:, None]).log_prob(right).exp()
-        )  # (99, k + 1)
-        weights = (chance * (pushes * (scores - rates)).sum(2)).sum(1) / (rates * (1 - rates)).flatten()
-        axis.plot(
-            rates.flatten(), weights / weights[49], color=plot.COLORS[color], label=f"{script}, k = {k}"
-        )
-    axis.set(xlabel="pass rate of a prompt", ylabel="weight", ylim=(0, 4))
-    axis.legend(frameon=False, ncols=2)
-
-
 def draw_clip(axis) -> None:
-    """The push of dr_grpo.py on a token against its ratio."""
+    """The push of dr_grpo.py on a token against its ratio, times the constant that it divides by."""
     ratio = torch.linspace(0.5, 1.5, 401, dtype=torch.float64).view(-1, 1)
+    args, length = dr_grpo.Args(), dr_grpo.Args.max_response_length
     for sign, color in ((1, 0), (-1, 1)):
-        rollout = explain.make_rollout([0] * 401, [1] * 401, advantages=sign * torch.ones_like(ratio))
-        args = dr_grpo.Args()
-        _, pushes = explain.loss_and_push(
-            dr_grpo, args, rollout, ratio.log(), 1 / args.max_response_length, 401
-        )
+        batch = explain.make_rollout([0] * 401, [1] * 401, advantages=sign * torch.ones_like(ratio))
+        _, pushes = explain.loss_and_push(dr_grpo, args, batch, ratio.log(), 1 / length, 401)
         axis.plot(ratio, pushes, color=plot.COLORS[color], label=f"A = {sign:+d}")
     axis.set(xlabel="ratio: probability now / when it was sampled", ylabel="push")
     axis.legend(frameon=False)
@@ -239,7 +220,6 @@ def draw_clip(axis) -> None:
 DRAWINGS = {
     "push": partial(draw_group, script="reinforce"),
     "baseline": draw_baseline,
-    "std": draw_std,
     "length": partial(draw_group, script="flash_reinforce"),
     "clip": draw_clip,
 }
