@@ -88,7 +88,7 @@ def runs(*names: str, **columns: tuple) -> None:
         cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
         cells += [[f"{row[key][third]:.2f}" for row in rows] for key, third in columns.values()]
         lines.append([name, *map("; ".join, cells)])
-    common.table(["seeds 1; 2", "P(think) at the end", *(x.replace("_", " ") for x in columns)], lines)
+    common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
 def commands(*names: str) -> None:
@@ -157,7 +157,7 @@ def critic() -> None:
     values = [think * math.prod(path) + answer * six, *(math.prod(path[t:]) for t in range(len(path)))]
     rollout = explain.make_rollout([1], [13], values=torch.tensor([values], dtype=torch.float64))
     lines = [["value before it", *(f"{x:.2f}" for x in values)]]
-    for x in (0, 0.95, 1):
+    for x in (0, 0.95):
         returns = ppo.compute_advantages(ppo.Args(gae_lambda=x), rollout)["returns"][0]
         lines.append([f"advantage, λ = {x:g}", *(f"{r - v:.2f}" for r, v in zip(returns.tolist(), values))])
     common.table(["", *next(iter(explain.GROUP)).split()], lines)
