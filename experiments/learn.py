@@ -66,11 +66,8 @@ def thinks(folder: Path) -> list[float]:
     """The mean of P(think) over held-out sums of 2, 3, 4 and 5 numbers."""
     prompts = [row["prompt"] for row in common.read_jsonl(ROOT / "toy" / "heldout.jsonl")]
     think = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("think")
-    means = []
-    for numbers in (2, 3, 4, 5):
-        same = [prompt for prompt in prompts if len(prompt.split()) == 2 * numbers]
-        means.append(round(mean(probs[-1, think].item() for probs in explain.next_probs(folder, same)), 3))
-    return means
+    groups = [[prompt for prompt in prompts if len(prompt.split()) == 2 * n] for n in (2, 3, 4, 5)]
+    return [round(mean(p[-1, think].item() for p in explain.next_probs(folder, x)), 3) for x in groups]
 
 
 def rows_of(name: str) -> list[dict]:
@@ -124,15 +121,12 @@ def worked(flags: str) -> None:
 
 def methods() -> None:
     """Print the choices of each method, and the one that docs/methods.md compares it with."""
-    columns, page = (ROOT / name for name in ("experiments/learn.toml", "docs/methods.md"))
-    columns, lines = tomllib.loads(columns.read_text()), []
+    columns = tomllib.loads((ROOT / "experiments" / "learn.toml").read_text())
+    page, lines = (ROOT / "docs" / "methods.md").read_text(), []
     for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
         block = code(name)
-        words = [
-            next(x for x, pattern in column.items() if re.search(pattern, block))
-            for column in columns.values()
-        ]
-        diff = re.search(rf"^### {name}\n.*?A=(\w+) B=(\w+)", page.read_text(), re.MULTILINE | re.DOTALL)
+        words = [next(x for x, y in column.items() if re.search(y, block)) for column in columns.values()]
+        diff = re.search(rf"^### {name}\n.*?A=(\w+) B=(\w+)", page, re.MULTILINE | re.DOTALL)
         other = ({*diff.groups()} - {name}).pop() if diff else ""
         lines.append([f"[`{name}`](methods.md#{name})", *words, other])
     common.table(["method", *columns, "diff from"], lines)
