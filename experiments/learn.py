@@ -47,7 +47,7 @@ RUNS = {
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-KEYS = ("score", "response_length", "kl", "clip_fraction", "grad_norm")
+KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tools/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
 KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
