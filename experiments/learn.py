@@ -1,128 +1,234 @@
-"""The runs of docs/learn.md: the toy with each script of the ladder, its predictions, and its edits that break it.
+"""The runs, tables and pictures of docs/learn.md.
 
-    python experiments/learn.py           12 minutes on one core
-    python experiments/learn.py runs/a    print the means of a run
+    python experiments/learn.py           train what has no row yet; 12 minutes on one core
+    python experiments/learn.py draw      draw docs/learn_*.png
 
-A row has the mean of each metric over the first and over the last third.
+A row has metrics, each the mean over the first and over the last third of the run, and the choices of the result.
 """
 
+import importlib
+import math
+import re
+import tomllib
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import common
 import explain
+import matplotlib.pyplot as plt
 import plot
 import sync
+import torch
+import transformers
 import tyro
-from common import ROOT, curve, label, load, mean, run_all, words_of
+from common import ROOT, load, mean, words_of
 from planted import BUGS
 
-KEYS = ("score", "kl", "response_length", "equal_groups", "clip_fraction", "grad_norm", "truncated")
-SHORT = {"num_iterations": 30}
-ONE = {"num_iterations": 1}
-EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
-NO_CRITIC = {"gae_lambda": 1, "critic_learning_rate": 0}
+import dr_grpo
+import ppo
+
+SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 # Script, flags and a bug of tools/planted.toml, by the name that the page uses
 RUNS = {
-    "reinforce": ("reinforce", SHORT, ""),
-    "reinforce broken": ("reinforce", SHORT, "baseline too low"),
-    "rloo": ("rloo", SHORT, ""),
-    "rloo broken": ("rloo", SHORT, "groups across prompts"),
-    "dr_grpo": ("dr_grpo", EPOCHS, ""),
-    "dr_grpo no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
-    "dr_grpo broken": ("dr_grpo", EPOCHS, "no ratio"),
-    "grpo": ("grpo", SHORT, ""),
-    "grpo kl": ("grpo", SHORT | {"kl_coef": 1}, ""),
-    "grpo broken": ("grpo", SHORT, "old log-probs of the reference"),
-    "dr_grpo one": ("dr_grpo", ONE, ""),
-    "dr_grpo scaled": ("dr_grpo", ONE | {"reward_scale": 100}, ""),
-    "baseline one": ("reinforce_pp_baseline", ONE, ""),
-    "baseline scaled": ("reinforce_pp_baseline", ONE | {"reward_scale": 100}, ""),
-    "baseline kl": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
-    "baseline broken": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
-    "reinforce_pp": ("reinforce_pp", SHORT, ""),
-    "reinforce_pp kl": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, ""),
-    "reinforce_pp broken": ("reinforce_pp", SHORT | {"kl_coef": 0.3}, "kl with the wrong sign"),
-    "ppo": ("ppo", SHORT, ""),
-    "ppo lambda": ("ppo", SHORT | {"gae_lambda": 0}, ""),
-    "ppo no critic": ("ppo", SHORT | NO_CRITIC, ""),
-    "ppo broken": ("ppo", SHORT, "score on every token"),
+    "score - mean": ("reinforce", SHORT, ""),
+    "1 for all": ("reinforce", SHORT, "weight 1 for all"),
+    "score": ("reinforce", SHORT, "no baseline"),
+    "score + 10": ("reinforce", SHORT, "baseline too low"),
+    "sum": ("reinforce", SHORT | {"kl_coef": 0}, ""),
+    "1/T": ("flash_reinforce", SHORT, ""),
+    "clip": ("dr_grpo", EPOCHS, ""),
+    "no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
+    "β = 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
+    "k2 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
+    "k1 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
+    "reinforce_pp.py": ("reinforce_pp", SHORT, ""),
+    "ppo.py": ("ppo", SHORT, ""),
+    "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
+    "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-SEEDS = (1, 2)
-
-
-def ends(lines: list[dict]) -> dict:
-    curves = {key: curve(lines, key, 6) for key in KEYS}
-    n = max(1, len(curves["score"]) // 3)
-    return {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
+KEYS = ("score", "response_length", "kl")
+# Where a KL term stands, the script that has it, and a bug of tools/planted.toml
+KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
+KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
 
 
 def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
     flags = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
     lines = common.train(script, flags, run_dir, change=BUGS[bug].plant_in if bug else None)
-    return ends(lines)
+    curves = {key: common.curve(lines, key, 6) for key in KEYS}
+    n = max(1, len(lines) // 3)
+    row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
+    return row | {"choices": explain.choices(run_dir / "model"), "thinks": thinks(run_dir / "model")}
+
+
+def thinks(folder: Path) -> list[float]:
+    """The mean of P(think) over held-out sums of 2, 3, 4 and 5 numbers."""
+    prompts = [row["prompt"] for row in common.read_jsonl(ROOT / "toy" / "heldout.jsonl")]
+    think = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("think")
+    groups = [[prompt for prompt in prompts if len(prompt.split()) == 2 * n] for n in (2, 3, 4, 5)]
+    return [round(mean(p[-1, think].item() for p in explain.next_probs(folder, x)), 3) for x in groups]
+
+
+def rows_of(name: str) -> list[dict]:
+    return [row for row in load("learn") if (row["script"], row["flags"], row["bug"]) == RUNS[name]]
 
 
 # --- what the page prints ---
 
 
-def code(script: str, *functions: str) -> None:
-    """Print functions of a script."""
-    source = sync.paths()[script].read_text()
-    bodies = [sync.function_of(source, name) for name in functions]
-    print("\n```python\n" + "\n\n\n".join(bodies) + "\n```\n")
-
-
-def rung(a: str, b: str, *functions: str) -> None:
-    """Print the command that shows how two scripts differ, and how these functions do."""
-    print(f"`make diff A={a} B={b}`")
-    for function in functions:
-        sync.print_diff(a, b, function)
-
-
-def worked(flags: str) -> None:
-    """Print a command of tools/explain.py, and its table."""
-    print(f"`python tools/explain.py {flags}`")
-    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
-
-
-def command(name: str) -> str:
-    script, flags, _ = RUNS[name]
-    return " ".join(["python", str(sync.paths()[script].relative_to(ROOT)), *words_of(flags)])
+def runs(*names: str, **columns: tuple) -> None:
+    """Print a line for each run: P(think) at the end, and of these metrics the mean of a third of the run."""
+    lines = []
+    for name in names:
+        rows = rows_of(name)
+        cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
+        cells += [[f"{row[key][third]:.2f}" for row in rows] for key, third in columns.values()]
+        lines.append([name, *map("; ".join, cells)])
+    common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
 def commands(*names: str) -> None:
-    """Print the commands of these runs."""
-    print("\n```", *map(command, names), "```\n", sep="\n")
+    """Print the commands of these runs, with those that plant and remove a bug."""
+    lines = []
+    for script, flags, bug in map(RUNS.get, names):
+        file = str(sync.paths()[script].relative_to(ROOT))
+        command = " ".join(["python", file, *words_of(flags)])
+        lines += [f"python tools/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
+    print("\n```", *lines, "```\n", sep="\n")
 
 
-def edit(name: str) -> None:
-    """Print the lines that the bug of a run changes, and the commands that plant it, run it and undo it."""
-    bug, run = BUGS[RUNS[name][2]], command(name)
-    print("\n```diff", *bug.changed_lines(), "```", sep="\n")
-    plant, undo = f"python tools/planted.py '{bug.name}'", f"git restore {run.split()[1]}"
-    print("\n```", plant, run, undo, "```\n", sep="\n")
+def code(name: str) -> str:
+    """The estimator block of a script, or all of a script that has none, without docstrings."""
+    source = re.sub(r'""".*?"""\n', "", sync.paths()[name].read_text(), flags=re.DOTALL)
+    block = re.search(sync.BLOCK, source, re.MULTILINE | re.DOTALL)
+    return block[0] if block else source
 
 
-def runs(*names: str, keys: tuple[str, ...] = ()) -> None:
-    """Print a line for each run: the score and these metrics, mean of the first third -> of the last."""
-    lines, columns = [], ("score", *keys)
-    for name in names:
-        rows = [row for row in load("learn") if (row["script"], row["flags"], row["bug"]) == RUNS[name]]
-        line = [", ".join(filter(None, [label(rows[0]), rows[0]["bug"]]))]
-        for key in columns:
-            line.append("; ".join(" → ".join(dict.fromkeys(f"{x:.3g}" for x in row[key])) for row in rows))
-        lines.append(line)
-    common.table([f"run, seeds {' and '.join(map(str, SEEDS))}", *columns], lines)
+def change(a: str, old: str, b: str, new: str) -> None:
+    """Print the lines of script a that match a pattern as removed, and those of b as added."""
+    print("\n```diff")
+    for sign, name, pattern in (("-", a, old), ("+", b, new)):
+        found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
+        print(*(f"{sign} {line}" for line in found), sep="\n")
+    print("```\n")
 
 
-def main(run: tyro.conf.Positional[Path | None] = None) -> None:
-    if run:
-        print(*ends(plot.read_run(run)[1]).items(), sep="\n")
+def worked(flags: str) -> None:
+    """Print the table of a command of tools/explain.py."""
+    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
+
+
+def methods() -> None:
+    """Print the choices of each method, and the one that docs/methods.md compares it with."""
+    columns = tomllib.loads((ROOT / "experiments" / "learn.toml").read_text())
+    page, lines = (ROOT / "docs" / "methods.md").read_text(), []
+    for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
+        block = code(name)
+        words = [next(x for x, y in column.items() if re.search(y, block)) for column in columns.values()]
+        diff = re.search(rf"^### {name}\n.*?A=(\w+) B=(\w+)", page, re.MULTILINE | re.DOTALL)
+        other = ({*diff.groups()} - {name}).pop() if diff else ""
+        lines.append([f"[`{name}`](methods.md#{name})", *words, other])
+    common.table(["method", *columns, "diff from"], lines)
+
+
+def kl() -> None:
+    """Print how each KL term pulls on the logit of `think`, if P(think) was 0.357 at the start and is 0.7 now."""
+    now, ref = (torch.tensor([[p], [1 - p]], dtype=torch.float64) for p in (0.7, 0.357))
+    tensors = {"kl": (now / ref).log(), "old_logprobs": now.log(), "ref_logprobs": ref.log()}
+    steps = now * torch.tensor([[0.3], [-0.7]])  # probability, times what the logit adds to the log-prob
+    pulls = {"the KL itself": (steps * tensors["kl"]).sum().item()}
+    for name, script, bug in KL_TERMS:
+        pushes = push(script, [0, 0], [1, 1], bug, tensors, kl_coef=1, samples_per_prompt=2)
+        pulls[name] = (-len(now) * steps * pushes).sum().item()
+    lines = (f"{name:18}{x:5.2f} {'█' * round(60 * x)}".rstrip() for name, x in pulls.items())
+    print("\n```", *lines, "```\n", sep="\n")
+
+
+def critic() -> None:
+    """Print values and advantages of the worked-out response for a critic that knows the policy."""
+    (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
+    values = [think * math.prod(path) + answer * six, *(math.prod(path[t:]) for t in range(len(path)))]
+    rollout = explain.make_rollout([1], [13], values=torch.tensor([values], dtype=torch.float64))
+    lines = [["value before it", *(f"{x:.2f}" for x in values)]]
+    for x in (0, 0.95):
+        returns = ppo.compute_advantages(ppo.Args(gae_lambda=x), rollout)["returns"][0]
+        lines.append([f"advantage, λ = {x:g}", *(f"{r - v:.2f}" for r, v in zip(returns.tolist(), values))])
+    common.table(["", *next(iter(explain.GROUP)).split()], lines)
+
+
+# --- pictures, from the functions of the scripts and the probabilities of toy/policy ---
+
+
+def push(script: str, scores, lengths, bug: str = "", tensors=None, **flags) -> torch.Tensor:
+    """The push of a script's loss on each token (B, T) of a rollout."""
+    module = BUGS[bug].module() if bug else importlib.import_module(script)
+    rollout = explain.make_rollout(scores, lengths, **(tensors or {}))
+    return explain.pushes(module, module.Args(**flags), rollout)[1]
+
+
+def draw_group(axis, script: str) -> None:
+    """The responses of GROUP: how far the push of a script moves the logit of each token."""
+    probs, scores = explain.choices(ROOT / "toy" / "policy"), list(explain.GROUP.values())
+    pushes = len(probs) * push(script, scores, list(map(len, probs)))
+    moves = [[x.item() * (1 - p) for x, p in zip(*row)] for row in zip(pushes, probs)]
+    for i, response in enumerate(explain.GROUP):
+        axis.text(-0.7, i, f"score {scores[i]}", ha="right", va="center")
+        for t, token in enumerate(response.split()):
+            color = plt.get_cmap("PuOr")(0.5 - 0.3 * moves[i][t] / moves[3][1])
+            axis.add_patch(plt.Rectangle((t - 0.5, i - 0.4), 1, 0.8, facecolor=color, edgecolor="#ccc"))
+            axis.text(t, i, f"{token}\n{moves[i][t]:+.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlim=(-2.2, 12.6), ylim=(3.5, -0.5))
+    axis.set_axis_off()
+
+
+def draw_baseline(axis) -> None:
+    """The push on `think` in 1,000 batches of 128 responses, with three baselines."""
+    (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
+    right = math.prod(path)
+    p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
+    scores, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([13, 13, 3, 3])
+    torch.manual_seed(0)
+    for b, bug, color in (("-10", "baseline too low", 1), ("0", "no baseline", 0), ("mean", "", 2)):
+        rows = p.multinomial(128_000, replacement=True).view(1000, 128)
+        pushes = torch.stack([push("reinforce", scores[row], lengths[row], bug)[:, 0] for row in rows])
+        sums = (pushes * ((rows < 2).double() - think)).sum(1)
+        title = f"b = {b}: {sums.mean():.2f} ± {sums.std():.2f}"
+        axis.hist(sums, 20, density=True, histtype="step", color=plot.COLORS[color], label=title, lw=1.5)
+    axis.set(xlabel="push on the logit of think", yticks=[])
+    axis.legend(frameon=False)
+
+
+def draw_clip(axis) -> None:
+    """The push of dr_grpo.py on a token against its ratio, times the constant that it divides by."""
+    ratio = torch.linspace(0.5, 1.5, 401, dtype=torch.float64).view(-1, 1)
+    args, length = dr_grpo.Args(), dr_grpo.Args.max_response_length
+    for sign, color in ((1, 0), (-1, 1)):
+        batch = explain.make_rollout([0] * 401, [1] * 401, advantages=sign * torch.ones_like(ratio))
+        _, pushes = explain.loss_and_push(dr_grpo, args, batch, ratio.log(), 1 / length, 401)
+        axis.plot(ratio, pushes, color=plot.COLORS[color], label=f"A = {sign:+d}")
+    axis.set(xlabel="ratio: probability now / when it was sampled", ylabel="push")
+    axis.legend(frameon=False)
+
+
+DRAWINGS = {
+    "push": partial(draw_group, script="reinforce"),
+    "baseline": draw_baseline,
+    "length": partial(draw_group, script="flash_reinforce"),
+    "clip": draw_clip,
+}
+
+
+def main(command: tyro.conf.Positional[Literal["train", "draw"]] = "train") -> None:
+    if command == "train":
+        names = ("script", "flags", "bug", "seed")
+        cells = [dict(zip(names, (*run, seed))) for run in RUNS.values() for seed in (1, 2)]
+        common.run_all("learn", cells, measure, workers=1)
         return
-    cells = []
-    for script, flags, bug in RUNS.values():
-        cells += [{"script": script, "flags": flags, "bug": bug, "seed": seed} for seed in SEEDS]
-    run_all("learn", cells, measure, workers=1)
+    for name, draw in DRAWINGS.items():
+        figure, axis = plt.subplots(figsize=(8, 2.6), dpi=110, layout="constrained")
+        draw(axis)
+        plot.save(figure, ROOT / "docs" / f"learn_{name}.png")
 
 
 if __name__ == "__main__":

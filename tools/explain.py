@@ -1,6 +1,7 @@
 """Print what the policy scripts do to a group of responses: the advantage of each token, and the push on it.
 
     python tools/explain.py --scores 1 0 0 0 --lengths 3 5 2 4
+    python tools/explain.py --model toy/policy    what a policy does with the prompt of docs/learn.md
 
 The push is minus the gradient of the loss with respect to the token's log-prob: an optimizer step makes a token with a
 push above 0 more likely. All numbers come from the functions of the scripts, in float64. docs/learn.md shows some.
@@ -10,17 +11,24 @@ import dataclasses
 import importlib
 import math
 import sys
+from pathlib import Path
 
 import sync
 import torch
+import transformers
 import tyro
 
 sys.path[:0] = [str(sync.ROOT / folder) for folder in (*sync.FOLDERS, "experiments")]
 from common import table  # noqa: E402
 
-# What a group of responses does not have, by its name in the rollout
-NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
-NEEDS |= {"teacher_logprobs": "a teacher", "all_logprobs": "a teacher"}
+# The prompt of docs/learn.md, and four of the toy policy's responses to it with their scores
+PROMPT = "3 + 5 - 2 ?"
+GROUP = {
+    "think 3 + 5 = 8 - 2 = 6 answer 6 <eos>": 1,
+    "answer 2 <eos>": 0,
+    "answer 3 <eos>": 0,
+    "answer 6 <eos>": 1,
+}
 
 
 @dataclasses.dataclass
@@ -28,10 +36,9 @@ class Args:
     scores: tuple[float, ...] = (1, 0, 0, 0)
     lengths: tuple[int, ...] = (3, 5, 2, 4)  # tokens of each response, with its EOS
     samples_per_prompt: int | None = None  # k; by default all responses are one group
-    kl: float = 0.0  # log(pi_old / pi_ref) of every token
-    kl_coef: float | None = None  # beta; by default that of each script
     ratio: float = 1.0  # pi_theta / pi_old of every token
     scripts: tuple[str, ...] = tuple(sync.policy_scripts())
+    model: str | None = None  # instead of a group, show the choices of the toy policy in this folder
 
 
 def loss_and_push(script, args, batch, logprobs, num_sequences, num_tokens):
@@ -50,23 +57,56 @@ def make_rollout(scores, lengths, **tensors) -> dict:
     return {"response_mask": mask, "scores": scores} | zeros | tensors
 
 
+def pushes(module, args, rollout, ratio: float = 1.0):
+    """Advantages and pushes (B, T) of a script on a rollout, every token of which has this ratio."""
+    rollout = rollout | module.compute_advantages(args, rollout)
+    mask = rollout["response_mask"]
+    logprobs = rollout["old_logprobs"] + math.log(ratio) * mask
+    _, push = loss_and_push(module, args, rollout, logprobs, len(mask), int(mask.sum()))
+    return rollout["advantages"], push
+
+
 def explain(args: Args, script: str):
     """Advantages and pushes (B, T) of a script. A KeyError if it needs more than a group."""
     module = importlib.import_module(script)
-    flags = {"samples_per_prompt": args.samples_per_prompt or len(args.scores)}
-    if args.kl_coef is not None and "kl_coef" in {field.name for field in dataclasses.fields(module.Args)}:
-        flags["kl_coef"] = args.kl_coef
-    settings = module.Args(**flags)
+    settings = module.Args(samples_per_prompt=args.samples_per_prompt or len(args.scores))
     rollout = make_rollout(args.scores, args.lengths)
-    mask = rollout["response_mask"].double()
-    rollout |= {"old_logprobs": math.log(0.4) * mask, "kl": args.kl * mask}  # 0.4 is arbitrary
-    rollout["ref_logprobs"] = rollout["old_logprobs"] - rollout["kl"]
+    rollout["old_logprobs"] = rollout["ref_logprobs"] = math.log(0.4) * rollout["response_mask"]  # arbitrary
     if not settings.kl_coef:  # there is no reference
         del rollout["ref_logprobs"]
-    rollout |= module.compute_advantages(settings, rollout)
-    logprobs = rollout["old_logprobs"] + math.log(args.ratio) * mask
-    _, push = loss_and_push(module, settings, rollout, logprobs, len(mask), int(mask.sum()))
-    return rollout["advantages"], push
+    return pushes(module, settings, rollout, args.ratio)
+
+
+@torch.no_grad()
+def next_probs(folder: str | Path, texts: list[str]) -> list[torch.Tensor]:
+    """The probabilities (length, V) of the token after each token of each text, under the model in a folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1) for text in texts]
+
+
+def choices(folder: str | Path) -> list[list[float]]:
+    """The probability of each token of the responses of GROUP, under the policy in a folder."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for response, probs in zip(GROUP, next_probs(folder, [f"{PROMPT} {response}" for response in GROUP])):
+        ids = tokenizer(response).input_ids
+        found.append([round(p, 4) for p in probs[-len(ids) - 1 : -1][range(len(ids)), ids].tolist()])
+    return found
+
+
+def print_tree(probs: list[list[float]]) -> None:
+    """Print what choices() returns: the way that the responses to PROMPT part, with probabilities."""
+    (think, *path), *_, (answer, six, _) = probs
+    right = math.prod(path)
+    print(f"""
+```
+              ┌─ think  {think:.3f} ─┬─ 3 + 5 = 8 - 2 = 6 answer 6 <eos>  {right:.3f}   right {think * right:.3f}
+{PROMPT} ──┤                └─ a slip in a step                  {1 - right:.3f}   wrong {think * (1 - right):.3f}
+              └─ answer {answer:.3f} ─┬─ 6 <eos>                           {six:.3f}   right {answer * six:.3f}
+                               └─ another digit <eos>               {1 - six:.3f}   wrong {answer * (1 - six):.3f}
+```
+""")
 
 
 def show(row: torch.Tensor, digits: int = 3) -> str:
@@ -82,7 +122,7 @@ def print_group(args: Args) -> None:
         try:
             rows = zip(args.lengths, *explain(args, script))
         except KeyError as error:
-            left_out.append(f"`{script}` needs {NEEDS.get(error.args[0], error.args[0])}")
+            left_out.append(f"`{script}` needs `{error.args[0]}`")
             continue
         cells = tuple(f"{show(advantages[:n])} → {show(push[:n], 4)}" for n, advantages, push in rows)
         lines.setdefault(cells, []).append(f"`{script}`")
@@ -96,4 +136,4 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if len(args.scores) != len(args.lengths):
         sys.exit("error: give as many --lengths as --scores")
-    print_group(args)
+    print_tree(choices(args.model)) if args.model else print_group(args)
