@@ -333,7 +333,11 @@ def add_adapter(args, model):
         task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
-    return peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, config)
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.cast_input_dtype_enabled = False  # peft would cast to float32 what autocast casts back
+    return model
 
 
 def main(args):

@@ -1,0 +1,118 @@
+"""Peak memory of grpo.py and grpo_lora.py on a GPU, for the table of docs/recipes.md. Needs no GPU.
+
+    python experiments/memory.py        10 minutes
+
+The functions of the scripts run on tensors with shapes and no content, with the sizes of Qwen2.5, bfloat16, gradient
+checkpointing, prompts of 512 and responses of 1024 tokens; the bytes of the tensors that live at a time are added up.
+"""
+
+import importlib
+import weakref
+from functools import partial
+from unittest import mock
+
+import torch
+import transformers
+from common import load, run_all, table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+P, T = 512, 1024  # tokens of a prompt and of a response
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+SIZES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2)}
+SIZES |= {"3B": (2048, 11008, 36, 16, 2), "7B": (3584, 18944, 28, 28, 4)}
+FLAGS = ("script", "model", "batch_size", "micro_batch_size")
+CELLS = [("grpo", "0.5B", 128, 4), ("grpo", "1.5B", 128, 4), ("grpo", "1.5B", 128, 1), ("grpo", "3B", 128, 4)]
+CELLS += [("grpo_lora", "1.5B", 128, 4), ("grpo_lora", "1.5B", 128, 1), ("grpo_lora", "3B", 128, 4)]
+CELLS += [("grpo_lora", "7B", 128, 4), ("grpo_lora", "7B", 48, 1)]
+
+
+class Tracker(TorchDispatchMode):
+    """Adds up the bytes of living tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.living, self.now, self.peak = weakref.WeakSet(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.living:
+                storage = x.untyped_storage()
+                self.living.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, size):
+        self.now -= size
+
+
+def measure(_, script, model, batch_size, micro_batch_size):
+    """GiB of the tensors at the peak of evaluation, sampling and update."""
+    module, tracker, peak = importlib.import_module(script), Tracker(), {}
+    args = module.Args(dtype="bfloat16", device="cpu")
+    shape = dict(zip(SHAPE, SIZES[model])) | {"vocab_size": 151936, "tie_word_embeddings": model != "7B"}
+    config = transformers.Qwen2Config(**shape)
+    as_padded = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *_, **__: False)
+    in_place = mock.patch("torch.nn.Module.to", lambda module, *_, **__: module)  # peft moves its weights
+    with FakeTensorMode(), tracker, as_padded, in_place:
+        is_lora = script == "grpo_lora"
+        policy = transformers.AutoModelForCausalLM.from_config(
+            config, dtype="bfloat16" if is_lora else "float32"
+        )
+        for layer in policy.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        kept = [] if is_lora else [torch.empty_like(x) for x in policy.parameters()]  # the reference
+        policy = module.add_adapter(args, policy) if is_lora else policy
+        trained = [x for x in policy.eval().parameters() if x.requires_grad]
+        kept += [torch.empty_like(x) for x in trained for _ in range(2)]  # AdamW's
+
+        # An evaluation reads batch_size prompts at once. A forward pass with T - 1 tokens then fills the cache.
+        cache = module.Cache(config=policy.config)
+        for stage, length in (("evaluation", P), ("", T - 1), ("sampling", 1)):
+            tracker.peak = tracker.now
+            mask = torch.ones(batch_size, cache.get_seq_length() + length, dtype=torch.long)
+            inputs = module.model_inputs(torch.zeros(batch_size, length, dtype=torch.long), mask)
+            with torch.no_grad(), module.autocast(args):
+                output = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                torch.special.entr(module.log_distribution(output.logits, 1.0).exp())
+            peak[stage] = tracker.peak
+        del cache, output
+
+        batch = {name: torch.ones(micro_batch_size, P + T).long() for name in ("sequences", "attention_mask")}
+        names = ("response_mask", "old_logprobs", "ref_logprobs", "advantages")
+        batch |= {name: torch.ones(micro_batch_size, T) for name in names}
+        batch["response_mask"] = batch["response_mask"].bool()
+        tracker.peak = tracker.now
+        for _ in range(2):  # the second micro-batch finds gradients
+            with module.autocast(args):
+                logprobs = module.token_logprobs(args, policy, batch)
+            module.policy_loss(args, batch, logprobs, 64, 1000.0)[0].backward()
+        peak["update"] = tracker.peak
+    return {stage: round(peak[stage] / 2**30, 2) for stage in ("evaluation", "sampling", "update")}
+
+
+def summary():
+    """Print the peaks. The largest is what a GPU needs, besides CUDA's own memory."""
+    lines = []
+    for row in load("memory"):
+        peaks = [row[stage] for stage in ("evaluation", "sampling", "update")]
+        flags = [f"`{row['script']}.py`", row["model"], str(row["batch_size"]), str(row["micro_batch_size"])]
+        lines.append([*flags, *(f"{x:.1f}" for x in (*peaks, max(peaks)))])
+    table([*FLAGS, "evaluation", "sampling", "update", "peak"], lines, load("memory"))
+
+
+if __name__ == "__main__":
+    run_all("memory", [dict(zip(FLAGS, cell)) for cell in CELLS], measure, workers=1)
+    summary()
