@@ -1,6 +1,6 @@
 """Peak memory of grpo.py and grpo_lora.py on a GPU, for the table of docs/recipes.md. Needs no GPU.
 
-    python experiments/memory.py        10 minutes
+    python experiments/memory.py        5 minutes
 
 The functions of the scripts run on tensors with shapes and no content, with the sizes of Qwen2.5, bfloat16, gradient
 checkpointing, prompts of 512 and responses of 1024 tokens; the bytes of the tensors that live at a time are added up.
@@ -17,16 +17,9 @@ from common import load, run_all, table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 P, T = 512, 1024  # tokens of a prompt and of a response
-SHAPE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+# Hidden and intermediate size, layers, heads, heads of the cache
 SIZES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2)}
 SIZES |= {"3B": (2048, 11008, 36, 16, 2), "7B": (3584, 18944, 28, 28, 4)}
 FLAGS = ("script", "model", "batch_size", "micro_batch_size")
@@ -35,12 +28,24 @@ CELLS += [("grpo_lora", "1.5B", 128, 4), ("grpo_lora", "1.5B", 128, 1), ("grpo_l
 CELLS += [("grpo_lora", "7B", 128, 4), ("grpo_lora", "7B", 48, 1)]
 
 
+def make_model(size, dtype, vocab_size=151936):
+    """A Qwen2 with random weights."""
+    hidden, inner, layers, heads, kv_heads = size
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "eos_token_id": 1,
+    }
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab_size}
+    config = transformers.Qwen2Config(**shape, tie_word_embeddings=hidden < 3584)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 class Tracker(TorchDispatchMode):
     """Adds up the bytes of living tensors."""
 
-    def __init__(self):
-        super().__init__()
-        self.living, self.now, self.peak = weakref.WeakSet(), 0, 0
+    living, now, peak = weakref.WeakSet(), 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -48,68 +53,61 @@ class Tracker(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.living:
                 storage = x.untyped_storage()
                 self.living.add(storage)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
         return result
 
-    def free(self, size):
-        self.now -= size
+    def add(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 def measure(_, script, model, batch_size, micro_batch_size):
     """GiB of the tensors at the peak of evaluation, sampling and update."""
     module, tracker, peak = importlib.import_module(script), Tracker(), {}
     args = module.Args(dtype="bfloat16", device="cpu")
-    shape = dict(zip(SHAPE, SIZES[model])) | {"vocab_size": 151936, "tie_word_embeddings": model != "7B"}
-    config = transformers.Qwen2Config(**shape)
-    as_padded = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *_, **__: False)
+    as_padded = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", return_value=False)
     in_place = mock.patch("torch.nn.Module.to", lambda module, *_, **__: module)  # peft moves its weights
     with FakeTensorMode(), tracker, as_padded, in_place:
-        is_lora = script == "grpo_lora"
-        policy = transformers.AutoModelForCausalLM.from_config(
-            config, dtype="bfloat16" if is_lora else "float32"
-        )
-        for layer in policy.modules():
-            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        kept = [] if is_lora else [torch.empty_like(x) for x in policy.parameters()]  # the reference
-        policy = module.add_adapter(args, policy) if is_lora else policy
-        trained = [x for x in policy.eval().parameters() if x.requires_grad]
-        kept += [torch.empty_like(x) for x in trained for _ in range(2)]  # AdamW's
+        policy = make_model(SIZES[model], "bfloat16" if script == "grpo_lora" else "float32")
+        for layer in policy.model.layers:
+            layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+        if script == "grpo_lora":
+            policy = module.add_adapter(args, policy)
+        trained = [x for x in policy.parameters() if x.requires_grad]
+        kept = [torch.empty_like(x) for x in trained + trained]  # AdamW
+        kept += [torch.empty_like(x) for x in trained if script == "grpo"]  # the reference
 
-        # An evaluation reads batch_size prompts at once. A forward pass with T - 1 tokens then fills the cache.
+        # An evaluation reads batch_size prompts at once. A forward pass of T - 1 tokens then fills the cache.
         cache = module.Cache(config=policy.config)
         for stage, length in (("evaluation", P), ("", T - 1), ("sampling", 1)):
             tracker.peak = tracker.now
-            mask = torch.ones(batch_size, cache.get_seq_length() + length, dtype=torch.long)
-            inputs = module.model_inputs(torch.zeros(batch_size, length, dtype=torch.long), mask)
+            mask = torch.ones(batch_size, cache.get_seq_length() + length).long()
+            inputs = module.model_inputs(mask[:, :length], mask)
             with torch.no_grad(), module.autocast(args):
                 output = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 torch.special.entr(module.log_distribution(output.logits, 1.0).exp())
             peak[stage] = tracker.peak
         del cache, output
 
-        batch = {name: torch.ones(micro_batch_size, P + T).long() for name in ("sequences", "attention_mask")}
-        names = ("response_mask", "old_logprobs", "ref_logprobs", "advantages")
-        batch |= {name: torch.ones(micro_batch_size, T) for name in names}
-        batch["response_mask"] = batch["response_mask"].bool()
+        tokens, values = torch.ones(micro_batch_size, P + T).long(), torch.ones(micro_batch_size, T)
+        batch = {"sequences": tokens, "attention_mask": tokens, "response_mask": values.bool()}
+        batch |= {"old_logprobs": values, "ref_logprobs": values, "advantages": values}
         tracker.peak = tracker.now
         for _ in range(2):  # the second micro-batch finds gradients
             with module.autocast(args):
                 logprobs = module.token_logprobs(args, policy, batch)
             module.policy_loss(args, batch, logprobs, 64, 1000.0)[0].backward()
-        peak["update"] = tracker.peak
+    peak["update"] = tracker.peak
     return {stage: round(peak[stage] / 2**30, 2) for stage in ("evaluation", "sampling", "update")}
 
 
 def summary():
     """Print the peaks. The largest is what a GPU needs, besides CUDA's own memory."""
     lines = []
-    for row in load("memory"):
-        peaks = [row[stage] for stage in ("evaluation", "sampling", "update")]
-        flags = [f"`{row['script']}.py`", row["model"], str(row["batch_size"]), str(row["micro_batch_size"])]
-        lines.append([*flags, *(f"{x:.1f}" for x in (*peaks, max(peaks)))])
+    for script, *flags, evaluation, sampling, update in (row.values() for row in load("memory")):
+        peaks = (evaluation, sampling, update, max(evaluation, sampling, update))
+        lines.append([f"`{script}.py`", *map(str, flags[:3]), *(f"{x:.1f}" for x in peaks)])
     table([*FLAGS, "evaluation", "sampling", "update", "peak"], lines, load("memory"))
 
 
