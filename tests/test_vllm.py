@@ -122,7 +122,7 @@ def test_two_ranks(small, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "falcon_h1", "qwen3_next", "lfm2"])
 def test_experts_and_recurrent_layers_are_refused(name, capsys):
-    """vLLM would sample from old weights without a word: of experts on a CPU, of Mamba at vllm issue 48284."""
+    """vLLM would sample from old weights without a word: of experts on a CPU, of Mamba in vLLM pull request 48284."""
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
 
 
