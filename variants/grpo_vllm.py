@@ -15,10 +15,9 @@ the difference, except where it is clipped:
 
 The equations are in grpo.py; `make diff A=grpo B=grpo_vllm` shows vLLM. The metric logprob_difference is the
 mean of |log rho_t| before the update. entropy is an estimate from the sampled tokens, as vLLM does not return
-it. Each rank has an engine with all weights, which sleeps during the update: it then keeps neither weights
-nor cache on the GPU. Left out: an engine over several GPUs. The toy's heads (16) are too small for vLLM on a
-CPU, which needs 32 or more. A small model (made by data/smollm2.py; its task by data/reversal.py), and a
-model on 8 GPUs:
+it. Each rank has an engine with all weights, which sleeps during the update and frees its memory. Left out:
+an engine over several GPUs. The toy's heads (16) are too small for vLLM on a CPU, which needs 32 or more. A
+small model (made by data/smollm2.py; its task by data/reversal.py), and a model on 8 GPUs:
 
     python variants/grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
@@ -206,14 +205,15 @@ def log_distribution(logits, temperature):
 def start_engine(args, policy, max_length):
     """vLLM in this process, for sequences of up to max_length tokens, with random weights at first."""
     # Weights of experts and of Mamba's convolutions have three dimensions, all others fewer.
-    is_dense = all(weight.dim() != 3 for weight in policy.parameters())
-    check(is_dense, f"--model {args.model}: vLLM may keep old weights; use one without experts or Mamba")
+    check(
+        all(weight.dim() != 3 for weight in policy.parameters()),
+        f"--model {args.model}: vLLM may keep old weights of it; use one without experts or Mamba",
+    )
     num_sequences = args.batch_size // WORLD_SIZE
     with torch.no_grad(), autocast(args):
         token_cache = policy(torch.tensor([[0]], device=policy.device)).past_key_values
     token_size = 2 * sum(layer.values.numel() for layer in token_cache.layers)  # keys and values
-    # In bytes. vLLM gives out blocks of 16 tokens.
-    cache_size = token_size * getattr(torch, args.dtype).itemsize * num_sequences * (max_length + 32)
+    token_size *= getattr(torch, args.dtype).itemsize  # bytes
     # In this process, since sync_weights passes tensors; no usage report
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -226,7 +226,7 @@ def start_engine(args, policy, max_length):
         dtype=args.dtype,
         max_model_len=max_length,
         max_num_seqs=num_sequences,
-        kv_cache_memory_bytes=cache_size,
+        kv_cache_memory_bytes=token_size * num_sequences * (max_length + 32),  # in blocks of 16 tokens
         gpu_memory_utilization=0.01,  # only checked at the start; kv_cache_memory_bytes sets the size
         logprobs_mode="processed_logprobs",  # divided by the temperature
         # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
@@ -257,19 +257,18 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     model.engine.wake_up()
     sync_weights(model)
     device = model.device
-    prompt_ids, prompt_mask = left_pad(prompts, device)
+    prompt_ids, prompt_mask = left_pad([ids for ids in prompts for _ in range(samples_per_prompt)], device)
     P = prompt_ids.shape[1]
     T = args.max_response_length
-    # (B, P+T), with room for the response
-    sequences = pad(prompt_ids.repeat_interleave(samples_per_prompt, 0), (0, T))
-    attention_mask = pad(prompt_mask.repeat_interleave(samples_per_prompt, 0), (0, T))
+    sequences = pad(prompt_ids, (0, T))  # (B, P+T), with room for the response
+    attention_mask = pad(prompt_mask, (0, T))
     old_logprobs = torch.zeros(len(sequences), T, device=device)
 
     settings = [
         vllm.SamplingParams(
             n=samples_per_prompt,
             # Drawn after main has seeded torch; response j of the prompt gets seed + j.
-            seed=int(torch.randint(2**62, ())),
+            seed=int(torch.randint(1_000_000_000, ())),
             temperature=0.0 if greedy else args.temperature,
             max_tokens=T,
             stop_token_ids=eos_ids(model, tokenizer),
