@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 import types
 from pathlib import Path
 from unittest import mock
@@ -134,19 +133,18 @@ def readme():
     seconds = row["response_length"] * LONG["batch_size"] / row["tokens_per_second"]
     report("README: share of sampling", row["sampling_seconds"] / seconds, 0, 1)
     if LARGE:
-        cell = {"script": "grpo", "model": "1.5B", "micro_batch_size": 4}.items()
-        [peak] = [max(row["sampling"], row["update"]) for row in load("memory") if cell <= row.items()]
-        report("README: peak of memory, GiB", row["peak_memory_gib"], 0.94 * peak, 1.06 * peak)
-        reserved = torch.accelerator.max_memory_reserved() / torch.accelerator.max_memory_allocated()
-        report("README: reserved / allocated", reserved, 1, 1.1)
+        peak = max(load("memory")[1][stage] for stage in ("sampling", "update"))  # of this command
+        report(
+            "README: peak, GiB", torch.accelerator.max_memory_allocated() / 2**30, 0.94 * peak, 1.06 * peak
+        )
+        report("README: reserved, GiB", torch.accelerator.max_memory_reserved() / 2**30, 0, 1.2 * peak)
 
 
 def small_card():
     """The recipes for 24 GB, with an evaluation, if a GPU has 23 GiB to give."""
     flags = LONG | {"max_response_length": 128 if LARGE else 8, "eval_every": 1}
     if LARGE:
-        share = 23 * 2**30 / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(share)
+        torch.cuda.set_per_process_memory_fraction(23 * 2**30 / torch.cuda.mem_get_info()[1])
     run("24 GB, LoRA 1.5B", "grpo_lora", 0.05, **files("1.5B"), **flags)
     flags |= {"batch_size": 48, "micro_batch_size": 1} if LARGE else {}
     run("24 GB, LoRA 7B", "grpo_lora", 0.05, **files("7B"), **flags)
@@ -183,7 +181,7 @@ with tempfile.TemporaryDirectory(dir=options.json.parent) as options.folder:
         try:
             globals()[name]()
         except (Exception, SystemExit) as error:  # a script exits with its message
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
             RESULTS.append({"check": name, "result": "FAIL", "error": repr(error)})
         print(f"      {name}: {time.time() - began:.0f} s", flush=True)
         gc.collect()

@@ -22,7 +22,7 @@ P, T = 512, 1024  # tokens of a prompt and of a response
 # Hidden and intermediate size, layers, heads, heads of the cache
 SIZES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2)}
 SIZES |= {"3B": (2048, 11008, 36, 16, 2), "7B": (3584, 18944, 28, 28, 4)}
-FLAGS = ("script", "model", "batch_size", "micro_batch_size")
+FLAGS, STAGES = ("script", "model", "batch_size", "micro_batch_size"), ("evaluation", "sampling", "update")
 CELLS = [("grpo", "0.5B", 128, 4), ("grpo", "1.5B", 128, 4), ("grpo", "1.5B", 128, 1), ("grpo", "3B", 128, 4)]
 CELLS += [("grpo_lora", "1.5B", 128, 4), ("grpo_lora", "1.5B", 128, 1), ("grpo_lora", "3B", 128, 4)]
 CELLS += [("grpo_lora", "7B", 128, 4), ("grpo_lora", "7B", 48, 1)]
@@ -51,10 +51,9 @@ class Tracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.living:
-                storage = x.untyped_storage()
-                self.living.add(storage)
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
+                self.living.add(x.untyped_storage())
+                self.add(x.untyped_storage().nbytes())
+                weakref.finalize(x.untyped_storage(), self.add, -x.untyped_storage().nbytes())
         return result
 
     def add(self, size):
@@ -63,8 +62,8 @@ class Tracker(TorchDispatchMode):
 
 
 def measure(_, script, model, batch_size, micro_batch_size):
-    """GiB of the tensors at the peak of evaluation, sampling and update."""
-    module, tracker, peak = importlib.import_module(script), Tracker(), {}
+    """GiB of the tensors at the peak of each stage."""
+    module, tracker, peaks = importlib.import_module(script), Tracker(), {}
     args = module.Args(dtype="bfloat16", device="cpu")
     as_padded = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", return_value=False)
     in_place = mock.patch("torch.nn.Module.to", lambda module, *_, **__: module)  # peft moves its weights
@@ -87,7 +86,7 @@ def measure(_, script, model, batch_size, micro_batch_size):
             with torch.no_grad(), module.autocast(args):
                 output = policy(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 torch.special.entr(module.log_distribution(output.logits, 1.0).exp())
-            peak[stage] = tracker.peak
+            peaks[stage] = tracker.peak
         del cache, output
 
         tokens, values = torch.ones(micro_batch_size, P + T).long(), torch.ones(micro_batch_size, T)
@@ -98,19 +97,16 @@ def measure(_, script, model, batch_size, micro_batch_size):
             with module.autocast(args):
                 logprobs = module.token_logprobs(args, policy, batch)
             module.policy_loss(args, batch, logprobs, 64, 1000.0)[0].backward()
-    peak["update"] = tracker.peak
-    return {stage: round(peak[stage] / 2**30, 2) for stage in ("evaluation", "sampling", "update")}
+    peaks["update"] = tracker.peak
+    return {stage: round(peaks[stage] / 2**30, 2) for stage in STAGES}
 
 
 def summary():
-    """Print the peaks. The largest is what a GPU needs, besides CUDA's own memory."""
-    lines = []
-    for script, *flags, evaluation, sampling, update in (row.values() for row in load("memory")):
-        peaks = (evaluation, sampling, update, max(evaluation, sampling, update))
-        lines.append([f"`{script}.py`", *map(str, flags[:3]), *(f"{x:.1f}" for x in peaks)])
-    table([*FLAGS, "evaluation", "sampling", "update", "peak"], lines, load("memory"))
+    """Print the peaks. The largest of a line is what a GPU needs, besides CUDA's own memory."""
+    rows = load("memory")
+    lines = [[*(str(row[x]) for x in FLAGS), *(f"{row[x]:.1f}" for x in STAGES)] for row in rows]
+    table([*FLAGS, *STAGES], lines, rows)
 
 
 if __name__ == "__main__":
     run_all("memory", [dict(zip(FLAGS, cell)) for cell in CELLS], measure, workers=1)
-    summary()

@@ -126,21 +126,16 @@ def test_experts_and_recurrent_layers_are_refused(name, capsys):
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
 
 
-@pytest.mark.parametrize("name, heads", [("llama", 4), ("qwen2", 2), ("gpt2", 4), ("gemma3", 2)])
 @pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
-def test_the_engine_holds_a_rollout_and_sleeps_after_it(name, heads, dtype, itemsize, tmp_path, monkeypatch):
-    """Its cache has room for 16 sequences of 480 tokens and little more."""
+def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(dtype, itemsize, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    policy = make_model(name)
-    folder = save(tmp_path, policy, TOKENIZER)
-    args = dataclasses.replace(ARGS, model=folder, dtype=dtype, batch_size=16)
+    policy = make_model("qwen2")
+    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype=dtype, batch_size=16)
     policy.engine = script.start_engine(args, policy, 480)
-    options = policy.engine.options
-    token_size = 2 * 3 * heads * 8 * itemsize  # 3 layers, heads of 8
-    tokens = options["kv_cache_memory_bytes"] / token_size
-    assert 16 * 496 <= tokens <= 16 * 520 and options["max_num_seqs"] == 16
-    assert options["enable_sleep_mode"] is False  # a CPU has none
+    token_size = 2 * 3 * 2 * 8 * itemsize  # 3 layers, 2 heads of 8
+    tokens = policy.engine.options["kv_cache_memory_bytes"] / token_size
+    assert 16 * 496 <= tokens <= 16 * 520 and policy.engine.options["max_num_seqs"] == 16
     for _ in range(2):
         assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
         assert policy.engine.is_asleep
