@@ -17,7 +17,7 @@ format: .venv/group-test
 
 # make tables: fill the tables and numbers of README.md and docs/ from experiments/results/.
 COG = .venv/bin/cog -P $(addprefix -I ,. methods variants toy tests tools experiments)
-PAGES = README.md docs/*.md
+PAGES = README.md docs/*.md patches/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
@@ -64,6 +64,11 @@ test-docs: docs .venv/group-web .venv/scripts
 variant:
 	$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
 
+# make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, which is rloo.py with that patch of
+# patches/. TO=folder names another folder.
+patch:
+	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) $(TO)
+
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
 	$(PYTHON) tools/sync.py
@@ -95,5 +100,5 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm gpu-check real test-real docs test-docs variant sync diff
+.PHONY: demo test format tables vectors test-long test-vllm gpu-check real test-real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%

@@ -5,6 +5,7 @@ that change its numbers.
 """
 
 import json
+import math
 import sys
 import tomllib
 from types import SimpleNamespace
@@ -31,6 +32,16 @@ INPUT_MISTAKES = {
     "no length penalty": lambda x: {"overlong_buffer": 0},
     "the lower clip on both sides": lambda x: {"clip_eps_high": x.get("clip_eps_low")},
     "rewards without weights": lambda x: {"reward_weights": [1.0, 1.0]},
+    "no dual clip": lambda x: {"dual_clip_c": math.inf},
+    "entropy with the wrong sign": lambda x: {"entropy_coef": -x.get("entropy_coef", 0.0)},
+    "no correction": lambda x: {"sampler_logprobs": x["old_logprobs"]},
+    "correction upside down": lambda x: {"sampler_logprobs": 2 * x["old_logprobs"] - x["sampler_logprobs"]},
+    "weights per token": lambda x: {"correction_level": "token"},
+    "a product in place of a geometric mean": lambda x: {"correction_level": "sequence"},
+    "masked in place of truncated": lambda x: {"correction_mode": "mask"},
+    "truncated in place of masked": lambda x: {"correction_mode": "truncate"},
+    "no lower bound": lambda x: {"correction_low": 0.0},
+    "no reference": lambda x: {"ref_logprobs": 0 * x["ref_logprobs"]},
 }
 # fmt: on
 
@@ -41,19 +52,23 @@ def up_to_last(mask, shift=0):
 
 
 def compute(functions: dict, method: str, case: dict) -> dict:
-    """Advantages, loss and its gradient, as lists and a number."""
+    """Advantages, if the method has them, loss and its gradient, as lists and a number."""
+    method = method.partition("correction")[1] or method  # which has three levels
     args = SimpleNamespace(**case)
     rollout = {key: x for key, x in case.items() if torch.is_tensor(x) and key != "order"}
     rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
-    order = case.get("order", torch.arange(6))
-    ordered = {key: x[order] for key, x in rollout.items()}
-    values = functions[f"{method}_advantages"](args, ordered)
-    rollout["advantages"] = functions["spread"](values, ordered["response_mask"])[order.argsort()]
-    new = case["new_logprobs"].clone().requires_grad_()
+    result = {}
+    if f"{method}_advantages" in functions:
+        order = case.get("order", torch.arange(6))
+        ordered = {key: x[order] for key, x in rollout.items()}
+        values = functions[f"{method}_advantages"](args, ordered)
+        rollout["advantages"] = functions["spread"](values, ordered["response_mask"])[order.argsort()]
+        result["advantages"] = rollout["advantages"].tolist()
+    new = case["scores" if method == "reward_model" else "new_logprobs"].clone().requires_grad_()
     loss, _ = functions[f"{method}_loss"](args, rollout, new, case["num_sequences"], case["num_tokens"])
     loss = loss + 0 * new.sum()  # if no token counts, it is the number 0
     (gradient,) = torch.autograd.grad(loss, new)
-    return {"advantages": rollout["advantages"].tolist(), "loss": loss.item(), "gradient": gradient.tolist()}
+    return result | {"loss": loss.item(), "gradient": gradient.tolist()}
 
 
 def run(source: str) -> dict:
@@ -86,8 +101,8 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
     results |= {mistake: compute(functions, method, case) for mistake, functions in wrong.items()}
     for mistake, result in results.items():
         sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
-        peaks = [max(row, key=abs) for row in result["advantages"]]
-        if result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
+        peaks = [max(row, key=abs) for row in result.get("advantages", [])]
+        if peaks and result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
             result["advantages"] = peaks  # one for each response is shorter
         if max(sizes.values()) > 1e-4:
             mistakes[mistake] = {key: short(x, 6) for key, x in result.items() if sizes[key] > 1e-9}

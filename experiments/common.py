@@ -26,7 +26,6 @@ from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-PATCHES = ROOT / "experiments" / "patches"
 sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy")]
 
 import sync  # noqa: E402
@@ -102,10 +101,8 @@ def patched(script: str, patches: Iterable[str], folder: str | Path) -> Path:
     copy = Path(folder, path.relative_to(ROOT))
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(path, copy)
-    # Git would skip the file if it took the folder for a part of a repository.
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
     for patch in patches:
-        subprocess.run(["git", "apply", PATCHES / f"{patch}.patch"], cwd=folder, env=env, check=True)
+        copy.write_text(sync.apply(copy.read_text(), sync.patches()[patch].read_text(), script))
     return copy
 
 

@@ -17,7 +17,7 @@ import torch
 from common import POLICY_SCRIPTS, patched, run_all
 from explain import loss_and_push, make_rollout
 
-LEFT_OUT = {"distill", "sdpo", "gdpo"}  # no scores, advantages from a teacher, several scores for a response
+LEFT_OUT = {"distill", "gkd", "sdpo", "gdpo"}  # they learn from a teacher, or from several scores
 SCRIPTS = [script for script in POLICY_SCRIPTS if script not in LEFT_OUT]
 # The advantages of these look at the whole batch, those of the others at the group.
 WHOLE_BATCH = {"reinforce", "reinforce_pp", "reinforce_pp_baseline", "ppo", "flash_reinforce"}

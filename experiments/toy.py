@@ -116,6 +116,15 @@ EXPERIMENTS["self_distillation"] = Experiment(
     columns=first(1, "score") | BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
 )
 
+# The sampled token or the whole vocabulary, from the same start; --beta 0.5 is gkd.py's default
+GKD = [("gkd", flags) for flags in ({"beta": 0.0}, {}, {"beta": 1.0}, {"beta": 1.0, "top_k": 2})]
+EXPERIMENTS["divergences"] = Experiment(
+    [("distill", {}), *GKD],
+    seeds=5,
+    keys=["score", "kl", "response_length", "entropy"],
+    columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
+)
+
 # One process does what flash_reinforce_async.py does with two ranks: the patch samples with the weights of n updates
 # ago, n from the environment. A test compares the two, bit by bit. With n = 0 every gate is open.
 GATES = {"no gate": 1e6, "δ = 0.01": 0.01, "δ = 0.003": 0.003}
@@ -129,6 +138,16 @@ EXPERIMENTS["staleness"] = Experiment(
     line=lambda run: f"rate {run['flags']['learning_rate']:g}, n = {run['staleness']}",
     split=("delta", GATES),
     shared={"eval_every": 0},
+)
+
+# A score for the answer, for each right step, or for each true equation
+STEPS = [("reinforce_pp_process", {"reward": f"toy/steps.py:{x}_steps"}) for x in ("right", "true")]
+EXPERIMENTS["process"] = Experiment(
+    [("reinforce_pp", {}), *STEPS],
+    seeds=5,
+    keys=["score", "kl", "response_length", "entropy"],
+    columns=final(*CHAINS) | last(10, "response_length", "kl"),
+    shared={"eval_reward": "exact_answer"},
 )
 
 TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]
@@ -178,7 +197,7 @@ def draw(name: str) -> None:
     for run in filter(experiment.picture, load(name)):
         curves = {key: run[key] for key in experiment.keys if run[key]}
         if "teacher" in defaults(run["script"]):
-            del curves["kl"]  # it is not the KL to the start
+            curves.pop("kl", None)  # it is not the KL to the start
         points = common.plot_rows(curves)
         if every := experiment.shared.get("eval_every"):
             greedy = enumerate(run["greedy 2-5"])

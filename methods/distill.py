@@ -2,11 +2,12 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""On-policy distillation: each token of a sampled response is compared with a teacher's probability of it.
+"""On-policy distillation: a sampled token's advantage is how much more likely the teacher finds it.
 
-Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse KL. To
-each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient, pi_teacher
-the frozen --teacher, a model with the same tokenizer:
+Kevin Lu and Thinking Machines Lab, "On-Policy Distillation", thinkingmachines.ai/blog/on-policy-distillation,
+2025, after Rishabh Agarwal et al., arXiv 2306.13649, whose divergence over the whole vocabulary is in gkd.py.
+To each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient,
+pi_teacher the frozen --teacher, a model with the same tokenizer:
 
     A_t  = log pi_teacher(o_t) - log pi_old(o_t)
     loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
@@ -14,8 +15,7 @@ the frozen --teacher, a model with the same tokenizer:
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The
 expected gradient is that of the token's reverse KL to the teacher, in the states that the student visits. A
 token is not blamed for the KL of later ones. The score is logged and does not train. There is one step per
-rollout, since nothing corrects for a policy that has moved. In the paper, the student samples only a part of
-the responses; here it samples all.
+rollout, since nothing corrects for a policy that has moved.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/distill.py

@@ -14,8 +14,9 @@ row's column `demonstration`, or else another response of the group that scores 
 N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 1 is a
 KL over the whole vocabulary; the sampled token has the same expected gradient, with more noise. The score
 only chooses demonstrations: a group without a right response does not train. distill.py has another model as
-teacher. Left out: feedback from the environment, and the paper's moving average of the teacher, without which
-a long run can collapse.
+teacher. This is the paper's regime without feedback from the environment. Left out are its moving average of
+the teacher, without which a long run can collapse, and its Jensen-Shannon divergence over the 100 likeliest
+tokens.
 Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.4 to 0.94), or a real one on 8 GPUs:
 
     python methods/sdpo.py

@@ -1,5 +1,6 @@
 """What the tests share: names of scripts, JSON lines, a way to start a script."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import sync
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / name) for name in ("data", "experiments")]
 POLICY_SCRIPTS = sync.policy_scripts()
+SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
 SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
 
 
@@ -26,6 +28,23 @@ def is_for_0_and_1(name: str) -> bool:
     import references  # needs torch, which is not installed for the tests of the site
 
     return name in references.FOR_0_AND_1
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Import a script of SOURCES with patches."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def function(script: str, *patches: str):
+        name, source = "_".join([script, *patches, "here"]), SOURCES[script]
+        for patch in patches:
+            source = sync.apply(source, SOURCES[patch])
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return function
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ stands what the tests must know of a method.
 """
 
 import math
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -251,6 +253,8 @@ def clipped(args, ratio, advantage: float):
         return (1 + high) * advantage, True
     if advantage < 0 and ratio < 1 - low:
         return (1 - low) * advantage, True
+    if advantage < 0 and ratio > getattr(args, "dual_clip_c", math.inf):
+        return args.dual_clip_c * advantage, False
     return ratio * advantage, False
 
 
@@ -280,18 +284,95 @@ def dr_grpo_loss(args, batch, new, num_sequences, num_tokens):
     return clipped_loss(args, batch, new, num_sequences * args.max_response_length, num_tokens)
 
 
-def grpo_loss(args, batch, new, num_sequences, num_tokens):
+def k3(token: Token):
+    d = token.new - token.ref
+    return (-d).exp() - 1 + d
+
+
+def grpo_loss(args, batch, new, num_sequences, num_tokens, kl=k3, weights=None):
     loss, count = 0.0, 0
-    for token in tokens(batch, new):
+    for token, weight in zip(tokens(batch, new), weights or repeat(1.0)):
         objective, is_constant = clipped(args, token.ratio, token.advantage)
-        d = token.new - token.ref
-        k3 = (-d).exp() - 1 + d
-        loss = loss + (args.kl_coef * k3 - objective) / token.length / num_sequences
+        loss = loss + (args.kl_coef * kl(token) - weight * objective) / token.length / num_sequences
         count += is_constant
     return loss, count / num_tokens
 
 
 gdpo_loss = grpo_loss  # its kl_coef is 0
+
+# Patches of grpo.py, and the feature of grpo_correction.py
+dual_clip_advantages = entropy_bonus_advantages = correction_advantages = grpo_advantages
+dual_clip_loss = grpo_loss
+unbiased_kl_loss = partial(grpo_loss, kl=lambda token: token.ratio * k3(token))
+
+
+def entropy_bonus_loss(args, batch, new, num_sequences, num_tokens):
+    loss, share = grpo_loss(args, batch, new, num_sequences, num_tokens)
+    return loss - args.entropy_coef * math.fsum(map(sum, rows_of("entropy", batch))) / num_tokens, share
+
+
+def correction_weights(args, batch) -> list[list[float]]:
+    weights = []
+    for old, mu in zip(rows_of("old_logprobs", batch), rows_of("sampler_logprobs", batch)):
+        ratios = of_tokens = [math.exp(x - y) for x, y in zip(old, mu)]
+        if args.correction_level == "sequence":
+            ratios = [math.prod(ratios)] * len(ratios)
+        elif args.correction_level == "geometric":
+            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+        if args.correction_mode == "truncate":
+            weights.append([min(x, args.correction_cap) for x in ratios])
+        else:
+            pairs = zip(ratios, of_tokens)
+            weights.append([x if args.correction_low <= x <= args.correction_cap else 0.0 for x, _ in pairs])
+    return weights
+
+
+def correction_loss(args, batch, new, num_sequences, num_tokens):
+    weights = [x for row in correction_weights(args, batch) for x in row]
+    return grpo_loss(args, batch, new, num_sequences, num_tokens, weights=weights)
+
+
+def kept_by_entropy(share: float, entropies: list[float]) -> list[bool]:
+    """True for the share of the numbers that are largest, rounded up."""
+    count = math.ceil(share * len(entropies))
+    chosen = sorted(range(len(entropies)), key=lambda i: -entropies[i])[:count]
+    return [i in chosen for i in range(len(entropies))]
+
+
+# Preferences: rows 2i and 2i + 1 are the chosen and the rejected response of a pair
+
+
+def sums(batch, x, power: int = 0) -> list:
+    """Of each response the sum over its tokens, divided by its length to this power."""
+    return [row[mask].sum() / mask.sum() ** power for row, mask in zip(x, batch["response_mask"])]
+
+
+def pair_loss(loss, args, batch, new, num_sequences, num_tokens, **power):
+    """The mean of a loss of log(pi / pi_ref); or of log pi, as a mean over tokens."""
+    values, references = sums(batch, new, **power), sums(batch, batch["ref_logprobs"])
+    if not power:
+        values = [x - y for x, y in zip(values, references)]
+    losses = [loss(args, chosen, rejected) for chosen, rejected in zip(values[::2], values[1::2])]
+    return sum(losses) / len(losses), None
+
+
+def log_odds(x):
+    return (x.exp() / (1 - x.exp())).log()
+
+
+dpo_loss = partial(pair_loss, lambda args, c, r: (1 + (-args.beta * (c - r)).exp()).log())
+ipo_loss = partial(pair_loss, lambda args, c, r: (c - r - 1 / (2 * args.beta)) ** 2)
+simpo_loss = partial(
+    pair_loss, lambda args, c, r: (1 + (args.gamma - args.beta * (c - r)).exp()).log(), power=1
+)
+orpo_loss = partial(
+    pair_loss, lambda args, c, r: -c + args.beta * (1 + (log_odds(r) - log_odds(c)).exp()).log(), power=1
+)
+
+
+def reward_model_loss(args, batch, scores, num_sequences, num_tokens):
+    """Differentiated with respect to the scores."""
+    return (1 + (scores[1::2] - scores[::2]).exp()).log().mean(), None
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):
@@ -360,3 +441,36 @@ def ppo_value_loss(args, batch, values, num_tokens):
         near = min(max(value, old - args.value_clip_eps), old + args.value_clip_eps)
         loss = loss + 0.5 * max((value - target) ** 2, (near - target) ** 2) / num_tokens
     return loss
+
+
+def kl_of(p, q):
+    return (p * (p / q).log()).sum()
+
+
+def gkd_divergence(beta: float, p, q):
+    """From the probabilities of the teacher, p, and of the student, q, at a token."""
+    if beta in (0, 1):
+        return kl_of(q, p) if beta else kl_of(p, q)
+    m = beta * p + (1 - beta) * q
+    return beta * kl_of(p, m) + (1 - beta) * kl_of(q, m)
+
+
+def gkd_advantages(args, rollout):
+    return [0.0] * len(rollout["response_mask"])
+
+
+def gkd_loss(args, batch, new, num_sequences, num_tokens):
+    loss, names = 0.0, ("teacher_all_logprobs", "all_logprobs")
+    for i, t in batch["response_mask"].nonzero().tolist():
+        p, q = (batch[name][i, t].exp() for name in names)
+        if 0 < args.top_k < len(p):
+            order = p.argsort(descending=True)
+            p, q = (torch.cat([x[: args.top_k], x[args.top_k :].sum()[None]]) for x in (p[order], q[order]))
+        loss = loss + gkd_divergence(args.beta, p, q) / num_tokens
+    return loss, None
+
+
+def reinforce_pp_process_advantages(args, rollout):
+    pairs = zip(rows_of("token_scores", rollout), rows_of("kl", rollout))
+    rewards = [[score - args.kl_coef * k1 for score, k1 in zip(*pair)] for pair in pairs]
+    return whitened([[math.fsum(row[t:]) for t in range(len(row))] for row in rewards])

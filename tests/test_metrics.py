@@ -91,7 +91,7 @@ def last_iteration(folder, seen: list[dict]):
 def check_rate(line: dict, unit: str, number: float, events: list) -> None:
     """Its time lies between what happened inside of it and what happened around it."""
     seconds = number / line.pop(f"{unit}_per_second")
-    assert 0 < line.pop("sampling_seconds", seconds / 2) < seconds
+    assert line.pop("sampling_seconds", seconds) > 0
     steps = [when for name, when, _ in events if name == "step"]
     assert steps[-1] - events[1][1] <= seconds <= events[-1][1] - events[0][1]
 
@@ -148,7 +148,8 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         if name == "dapo":  # of the batch
             scores = driver.right_or_wrong([text for _, text in texts_of(tokenizer, rollouts)])
         within = mean(statistics.variance(scores[i : i + k]) for i in range(0, len(scores), k))
-        line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
+        if within:
+            line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]
@@ -160,6 +161,9 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         line["rollouts"] = len(texts) / args.batch_size
     if name == "sdpo":
         line["demonstrations"] = mean(chain(*(x["has_demonstration"].tolist() for x in rollouts)))
+    if name == "grpo_correction":
+        weights = chain(*(references.correction_weights(args, rollout) for rollout in rollouts))
+        line["correction_weight"] = mean(chain(*weights))
     if name == "reinforce_pp_tools":
         line["calls"] = mean(chain(*(x["num_calls"].tolist() for x in rollouts)))
     return line
@@ -169,6 +173,7 @@ def num_tokens(batches: list[dict]) -> int:
     return sum(int(batch["response_mask"].sum()) for batch in batches)
 
 
+@torch.no_grad()
 def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
     """Means over the optimizer steps. The losses of a step are those of references.py."""
     method, steps, sums = VARIANTS.get(name, name), steps_of(ranks, "policy_loss"), Counter()

@@ -122,7 +122,7 @@ def test_n_sampled_responses_to_each_held_out_prompt(ranks, monkeypatch):
         assert len(its_rows) <= 16 // ranks
         for row, x in zip(its_rows, its_scores.tolist()):
             scores.setdefault((row["group"], row["prompt"]), []).append(x)
-    assert {len(x) for x in scores.values()} == {3} and {0, 1, 2, 3} & {sum(x) for x in scores.values()}
+    assert {len(x) for x in scores.values()} == {3} and any(0 < sum(x) < 3 for x in scores.values())
     for group in (True, False):
         of_group = [x for key, x in scores.items() if key[0] == group]
         assert metrics.pop(f"eval/score/{group}") == pytest.approx(fmean(map(fmean, of_group)))

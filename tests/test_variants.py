@@ -11,7 +11,8 @@ from resume import without_clock
 from test_siblings import copy_scripts, edit
 from zoo import record, run
 
-FEATURES = ("fsdp", "lora", "tools", "vllm")  # these merge into all scripts, async into few
+FEATURES = ("correction", "fsdp", "lora", "tools", "vllm")  # these merge into all scripts, async into few
+PAIRS = (("lora", "vllm"), ("tools", "fsdp"), ("vllm", "correction"), ("async", "correction"))
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +33,29 @@ def make(folder, name: str, *chosen: str) -> str:
     return made
 
 
-@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+@pytest.mark.parametrize("name", [*POLICY_SCRIPTS, "reinforce_pp_process"])
 def test_each_feature_merges_into_a_script(name, tmp_path):
     """Pairs that do not go together stand in sync.REFUSED."""
-    for chosen in (*([feature] for feature in FEATURES), ["lora", "vllm"], ["tools", "fsdp"]):
-        if not any((name, feature) in sync.REFUSED for feature in chosen):
+    for chosen in (*([feature] for feature in FEATURES), *PAIRS):
+        parts = (name, name.rpartition("_")[2])
+        if not any((part, feature) in sync.REFUSED for part in parts for feature in chosen):
             make(tmp_path, name, *chosen)
-    ruff = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--ignore=E501",
-        "--config",
-        ROOT / "pyproject.toml",
-        tmp_path,
-    ]
-    result = subprocess.run(ruff, capture_output=True, text=True)
+    options = ["--ignore=E501", "--config", ROOT / "pyproject.toml", tmp_path]
+    result = subprocess.run([sys.executable, "-m", "ruff", "check", *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    for script, features in (("distill", "tools"), ("remax", "async"), ("rloo", "lora"), ("rloo", "nothing")):
-        assert sync.variant(script, features, copies) == 1
+    for script, features in (
+        ("distill", "tools"),
+        ("sdpo", "correction"),
+        ("rloo", "process"),
+        ("rloo", "lora"),
+        ("rloo", "nothing"),
+    ):
+        assert sync.variant(script, features, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
 

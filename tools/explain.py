@@ -20,7 +20,7 @@ from common import table  # noqa: E402
 
 # What a group of responses does not have, by its name in the rollout
 NEEDS = {"values": "a critic", "greedy_scores": "a greedy response", "ref_logprobs": "a teacher"}
-NEEDS |= {"teacher_logprobs": "a teacher"}
+NEEDS |= {"teacher_logprobs": "a teacher", "all_logprobs": "a teacher"}
 
 
 @dataclasses.dataclass

@@ -34,13 +34,14 @@ class Planted:
         return self.where.partition(".")[0]
 
     def path(self, folder: Path = ROOT) -> Path:
-        return (sync.paths(folder) | {"references": folder / "tests" / "references.py"})[self.script]
+        found = sync.paths(folder) | sync.patches(folder) | {"references": folder / "tests" / "references.py"}
+        return found[self.script]
 
     def plant(self, source: str) -> str:
         """The source with the bug. ValueError if there is not exactly one place for it."""
         if self.where == "references":
             return self.plant_in_references(source)
-        function = sync.functions(source).get(self.where.partition(".")[2], "")
+        function = (sync.functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
         if function.count(self.old) != 1:
             raise ValueError(f"{self.name!r}: {self.where} has {function.count(self.old)} times {self.old!r}")
         return source.replace(function, function.replace(self.old, self.new))

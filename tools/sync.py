@@ -1,8 +1,9 @@
-"""What keeps the scripts alike: make sync, make diff and make variant.
+"""What keeps the scripts alike: make sync, make diff, make variant and make patch.
 
-    python tools/sync.py                     copy an edit of grpo.py's skeleton into the other scripts
-    python tools/sync.py diff grpo rloo      show how two scripts differ
-    python tools/sync.py variant rloo lora   write variants/rloo_lora.py: rloo.py with the feature of grpo_lora.py
+    python tools/sync.py                            copy an edit of grpo.py's skeleton into the other scripts
+    python tools/sync.py diff grpo rloo             show how two scripts differ
+    python tools/sync.py variant rloo lora          write variants/rloo_lora.py, with the feature of grpo_lora.py
+    python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
 Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. A variant gets
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
+from itertools import combinations, product
 from pathlib import Path
 from textwrap import fill
 
@@ -27,19 +30,28 @@ STAGES = ["sft", "reward_model", "dpo"]
 MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
+TOP = 999  # characters in which it stands
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "gdpo": 6, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # Features that do not go together, also where they merge
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
+    ("flash_reinforce", "correction"): "its ratio and its gate compare with the sampler already",
+    ("sdpo", "correction"): "its teacher and pi_old would be computed by different code",
+    ("gkd", "correction"): "its loss has no advantage to weigh",
     ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("process", "tools"): "a token of the tool would need a score",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
+# Features for one script only: lines of its estimator that they remove or add
+ESTIMATOR_LINES = {"process": 3}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
+HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -52,27 +64,35 @@ def paths(root: Path = ROOT) -> dict[str, Path]:
 def policy_scripts(root: Path = ROOT) -> list[str]:
     """The names of the scripts that have their own estimator block."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
-    return [name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text)]
+    return [
+        name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text, 0, TOP)
+    ]
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
     """The parent of each variant, by name."""
-    found = {name: VARIANT.search(path.read_text()) for name, path in paths(root).items()}
+    found = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
     """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
-    made = [name for name in variants(root) if VARIANT.search(paths(root)[name].read_text())[2]]
-    return {name.rpartition("_")[2]: name for name in variants(root) if name not in made}
+    markers = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    return {name.rpartition("_")[2]: name for name, marker in markers.items() if marker and not marker[2]}
 
 
 def features_of(name: str, root: Path = ROOT) -> list[str]:
     """The features that a script has."""
-    marker = VARIANT.search(paths(root)[name].read_text())
+    marker = VARIANT.search(paths(root)[name].read_text(), 0, TOP)
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
+
+
+def estimator_of(name: str, root: Path = ROOT) -> str:
+    """The script whose estimator block a script has: its own, its parent's, or that of such a feature."""
+    changed = [features(root)[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+    return changed[0] if changed else variants(root).get(name, name)
 
 
 def skeleton(source: str) -> str:
@@ -122,7 +142,7 @@ def sync(root: Path = ROOT) -> int:
             conflicts.append(name)
             continue
         docstring, _ = OWN.findall(sources[name])
-        _, block = OWN.findall(sources[parents.get(name, name)])
+        _, block = OWN.findall(sources[estimator_of(name, root)])
         merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
@@ -155,22 +175,25 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     known, parents = features(root), variants(root)
     if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
-    bare = {name: HEADER.sub("", skeleton(sources[name])) for name in (*policy_scripts(root), *parents)}
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
-    text = bare[name]
+
+    def bare(name):
+        return HEADER.sub("", skeleton(sources[name]))
+
+    text = bare(name)
     for feature in chosen:
         for other in (script, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
         variant, parent = known[feature], parents[known[feature]]
-        text, is_clean = merge(text, bare[parent], bare[variant])
+        if feature in ESTIMATOR_LINES:
+            raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
+        text, is_clean = merge(text, bare(parent), bare(variant))
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
-        pins |= {
-            x: pin for x, pin in packages(sources[variant]).items() if pin != packages(sources[parent]).get(x)
-        }
+        pins |= dict(packages(sources[variant]).items() - packages(sources[parent]).items())
         present = [*present, feature]
     if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added
         merged = "merged = copy.deepcopy(policy.base_model).merge_and_unload()\n    weights = dict(merged."
@@ -180,9 +203,46 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     first_lines = sources[name].partition("# dependencies")[0]
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
     docstring, block = OWN.findall(sources[name])
-    result = "_".join([name, *chosen])
-    docstring = re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 variants/{result}.py", docstring)
+    docstring = started_as(docstring, name, f"variants/{'_'.join([name, *chosen])}.py")
     return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
+
+
+def started_as(text: str, name: str, path: str) -> str:
+    """The text with another path of the script in its launch lines."""
+    return re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 {path}", text)
+
+
+def patches(root: Path = ROOT) -> dict[str, Path]:
+    """The path of each patch by its name: those to use, and those with which experiments/ break scripts."""
+    found = [*root.glob("patches/*.patch"), *root.glob("experiments/patches/*.patch")]
+    return {path.stem: path for path in found}
+
+
+def apply(source: str, diff: str, name: str = "") -> str:
+    """The source with a patch. A hunk goes where its lines stand once, with as much context as fits there."""
+    for hunk in HUNK.findall(diff):
+        before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
+        for first, last in sorted(
+            product(range(before.count("\n") + 1), range(after.count("\n") + 1)), key=sum
+        ):
+            lines = hunk.splitlines(True)[first : hunk.count("\n") - last]
+            old, new = ("".join(x[1:] for x in lines if x[0] != skip) for skip in "+-")
+            if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
+                break
+        else:
+            raise ValueError(f"{name}: it has no single place for this hunk\n{hunk}")
+        source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
+    return source
+
+
+def fits(diff: str) -> list[str]:
+    """The stages and policy scripts that a patch fits."""
+    found = []
+    for name in [*STAGES, *policy_scripts()]:
+        with suppress(ValueError):
+            apply(paths()[name].read_text(), diff)
+            found.append(name)
+    return found
 
 
 def function_of(source: str, name: str) -> str:
@@ -192,12 +252,8 @@ def function_of(source: str, name: str) -> str:
 def print_scripts(folder: str) -> None:
     """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
     print("\n| script | what it does |\n|---|---|")
-    names = (
-        [*STAGES, *CORE]
-        if folder == "."
-        else [name for name, path in paths().items() if path.parent.name == folder]
-    )
-    for name in names:
+    names = [name for name, path in paths().items() if path.parent.name == folder]
+    for name in names or [*STAGES, *CORE]:
         path = paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
         page = f"methods.md#{name}"
@@ -216,33 +272,78 @@ def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
     print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
 
 
+def print_patches() -> None:
+    """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
+    print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
+    for path in sorted((ROOT / "patches").glob("*.patch")):
+        what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
+        scripts = fits(path.read_text())
+        names = " ".join(f"`{name}`" for name in scripts)
+        names = "all policy scripts" if scripts == policy_scripts() else names
+        print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
+    print()
+
+
+def print_refused() -> None:
+    """Print the scripts and features that do not go together, in docs/variants.md."""
+    known = [feature for feature in features() if feature not in ESTIMATOR_LINES]
+    print()
+    for a, b in [*combinations(known, 2), *product(policy_scripts(), known)]:
+        try:
+            combine(*(["grpo", [a, b]] if a in known else [a, [b]]))
+        except ValueError as error:
+            print(f"- `{a}` with `{b}`: {str(error).partition(': ')[2].splitlines()[0]}.")
+    print()
+
+
 def diff(a: str, b: str, root: Path = ROOT) -> int:
     """Show how two scripts differ. Returns the exit code."""
     found = paths(root)
     if {a, b} - {*found}:
         print(f"error: A={a} B={b}: use two of {', '.join(found)}")
         return 2
-    subprocess.run(
-        ["git", "diff", "--no-index", "--", *(found[name].relative_to(root) for name in (a, b))], cwd=root
-    )
+    files = [found[name].relative_to(root) for name in (a, b)]
+    subprocess.run(["git", "diff", "--no-index", "--", *files], cwd=root)
+    return 0
+
+
+def write(path: Path, make, root: Path) -> int:
+    """Write what make() returns to a new file, or say why there is none. Returns the exit code."""
+    try:
+        if (root / path).exists():
+            raise ValueError(f"{path} exists; delete it to make it anew")
+        text = make()
+    except ValueError as error:
+        print(f"error: {error}")
+        return 2
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+    print(f"{path}: start it from the top folder, python {path}")
     return 0
 
 
 def variant(name: str, chosen: str, root: Path = ROOT) -> int:
     """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
-    path = root / "variants" / f"{'_'.join([name, *chosen.split(',')])}.py"
-    if path.exists():
-        print(f"error: {path.name} exists; delete it to make it anew")
-        return 1
-    try:
-        path.write_text(combine(name, chosen.split(","), root))
-    except ValueError as error:
-        print(f"error: {error}")
-        return 1
-    print(f"{path.relative_to(root)}: make diff A={name} B={path.stem} shows the feature")
-    return 0
+    words = chosen.split(",")
+    return write(Path("variants", f"{'_'.join([name, *words])}.py"), lambda: combine(name, words, root), root)
+
+
+def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:
+    """Write a script with patches, such as dual_clip,entropy_bonus, into a folder. Returns the exit code."""
+    words, known = chosen.split(","), patches(root)
+    path = Path(folder, f"{'_'.join([name, *words])}.py")
+
+    def make() -> str:
+        if name not in paths(root) or {*words} - {*known}:
+            raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(sorted(known))}")
+        text = paths(root)[name].read_text()
+        for x in words:
+            text = apply(text, known[x].read_text(), f"{x}.patch does not fit {name}.py")
+        return started_as(text, name, str(path))
+
+    return write(path, make, root)
 
 
 if __name__ == "__main__":
     command, *words = sys.argv[1:] or ["sync"]
-    sys.exit({"sync": sync, "diff": diff, "variant": variant}[command](*words))
+    sys.exit({"sync": sync, "diff": diff, "variant": variant, "patch": patch}[command](*words))

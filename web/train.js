@@ -299,11 +299,11 @@ function draw() {
   $("tree").innerHTML = bandsOf(run.prompts[0], START, true) + bandsOf(run.prompts[0], run.policy);
   drawRollout();
   drawCurves();
-  const { think, accuracy } = run.log.at(-1);
+  const { think, accuracy } = exact(run.prompts, run.policy);
   say((summary = `Rollout ${run.log.length - 1}: P(think) ${shown(think)}, accuracy ${shown(accuracy)}`));
   if (twin) {
     const name = control("bug").querySelector(`[value=${run.settings.bug}]`).textContent;
-    const ends = `Accuracy ${shown(accuracy)}, without the bug ${shown(twin.log.at(-1).accuracy)}.`;
+    const ends = `Accuracy ${shown(run.log.at(-1).accuracy)}, without the bug ${shown(twin.log.at(-1).accuracy)}.`;
     const same = run.policy.every((x, n) => x == twin.policy[n]) ? "It has changed nothing so far." : "";
     $("verdict").textContent = `The bug: ${name}. ${ends} ${same}`;
   }
