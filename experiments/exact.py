@@ -54,6 +54,26 @@ def slopes(script, args, rollout, num_sequences, num_tokens, logprobs=None, patc
     return loss_and_push(code, args, rollout, logprobs, num_sequences, num_tokens)[1]
 
 
+@cache
+def looks_at_batch(script: str) -> bool | None:
+    """Whether the advantages of a group change with the scores of others; None if not even its own change them."""
+    args = make_args(script)
+    k = max(args.samples_per_prompt, 2)
+    one, two = torch.zeros(2 * k), torch.zeros(2 * k)
+    one[1] = two[1] = two[-1] = 1.0
+    try:
+        found = [
+            module(script).compute_advantages(args, one_token(x))["advantages"][:k]
+            for x in (0 * one, one, two)
+        ]
+    except (
+        AttributeError,
+        KeyError,
+    ):  # it has no advantages, or they need what a group of scores does not have
+        return None
+    return None if found[0].equal(found[1]) else not found[1].equal(found[2])
+
+
 def binomial(count: int, rate) -> torch.Tensor:
     """The chances of 0 ... count right responses; rate is a number or (P, 1)."""
     rights, rate = torch.arange(count + 1, **float64), torch.as_tensor(rate, **float64)
