@@ -253,7 +253,7 @@ def bisect(function, target: float, seeds: int) -> torch.Tensor:
     low, high = torch.zeros(seeds, **float64), torch.ones(seeds, **float64)
     for _ in range(12):
         high = torch.where(function(high) < target, 2 * high, high)
-    for _ in range(30):
+    for _ in range(24):
         middle = (low + high) / 2
         is_low = function(middle) < target
         low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
@@ -262,7 +262,7 @@ def bisect(function, target: float, seeds: int) -> torch.Tensor:
 
 # --- 3. kl: the expected gradient of each KL term, against that of the KL of whole responses ---
 KLS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3)  # nats per token
-KL_POLICIES = 48
+KL_POLICIES = 32
 # Vocabulary, tokens, and how the policy left its reference: towards a response that was rare, towards any, or at random
 KL_FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 4)) for way in ("rare", "any", "random")]
 KL_TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss", "k3, clamped")
@@ -270,23 +270,23 @@ KL_TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss", "k3, clamped
 
 @cache
 def kl_policies(vocabulary: int, depth: int, way: str):
-    """Tree, references (S, prefixes, V), and a function from strengths (S,) to policies; the KL grows with them."""
+    """Tree, references (S, prefixes, V), and for each of KLS the policies at that distance."""
     tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(depth)
     found = []
     while len(found) < KL_POLICIES:
-        ref, value = (
-            tree.random(1, 1.0, generator),
-            torch.randn(1, vocabulary**depth, generator=generator, **float64),
-        )
-        noise = tree.random(1, 1.0, generator)
+        ref, noise = tree.random(1, 1.0, generator), tree.random(1, 1.0, generator)
+        value = torch.randn(1, vocabulary**depth, generator=generator, **float64)
         # The largest KL that a tilt reaches is that of the best response alone.
         farthest = -tree.logprobs(ref).sum(2)[0, value.argmax()]
         if way == "random" or farthest > KLS[-1] * depth + (4 if way == "rare" else 0.5):
             found.append((ref, value, noise))
     ref, value, noise = (torch.cat(tensors) for tensors in zip(*found))
-    if way == "random":
-        return tree, ref, lambda strength: ref + strength[:, None, None] * noise
-    return tree, ref, partial(tree.tilted, ref, value)
+
+    def path(strength):
+        return ref + strength[:, None, None] * noise if way == "random" else tree.tilted(ref, value, strength)
+
+    targets = [x * depth for x in KLS]
+    return tree, ref, [path(bisect(lambda x: tree.kl(path(x), ref), y, KL_POLICIES)) for y in targets]
 
 
 def kl_slopes(term: str, ref, new) -> torch.Tensor:
@@ -309,11 +309,10 @@ def kl_slopes(term: str, ref, new) -> torch.Tensor:
 
 
 def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
-    """Per KL, medians over the policies: cosine with the gradient of the KL, relative norm, and noise to signal."""
-    tree, ref, path = kl_policies(vocabulary, depth, way)
-    result = {"cosine": [], "size": [], "noise": []}
-    for target in KLS:
-        new = path(bisect(lambda x: tree.kl(path(x), ref), target * depth, KL_POLICIES))
+    """Per KL, medians over the policies: cosine with the gradient of the KL, and noise to signal."""
+    tree, ref, policies = kl_policies(vocabulary, depth, way)
+    result = {"cosine": [], "noise": []}
+    for new in policies:
         leaf = new.clone().requires_grad_()
         (exact,) = torch.autograd.grad(tree.kl(leaf, ref).sum(), leaf)  # (S, prefixes, V)
         ref_lp, new_lp = tree.logprobs(ref), tree.logprobs(new)  # (S, N, D)
@@ -325,7 +324,7 @@ def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
         size, exact_size = found.flatten(1).norm(dim=1), exact.flatten(1).norm(dim=1)
         cosine = (found * exact).sum((1, 2)) / (size * exact_size)
         noise = (weight * slope * norms).sum((1, 2)) / size.square() - 1
-        for name, value in {"cosine": cosine, "size": size / exact_size, "noise": noise}.items():
+        for name, value in {"cosine": cosine, "noise": noise}.items():
             result[name].append(float(value.median()))
     return {name: short(values) for name, values in result.items()}
 
