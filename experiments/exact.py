@@ -264,7 +264,7 @@ def bisect(function, target: float, seeds: int) -> torch.Tensor:
 KLS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3)  # nats per token
 KL_POLICIES = 32
 # Vocabulary, tokens, and how the policy left its reference: towards a response that was rare, towards any, or at random
-KL_FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 4)) for way in ("rare", "any", "random")]
+KL_FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 3)) for way in ("rare", "any", "random")]
 KL_TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss", "k3, clamped")
 
 
@@ -336,7 +336,7 @@ REUSE_TREES, FIRST_STEPS = (
     (0.0003, 0.003),
 )  # the KL of the first step, nats per token
 AT_KL = 0.1  # nats per token from the start
-LOSSES = ("reinforce", "grpo", "dapo", "gspo", "cispo", "dppo", "flash_reinforce")
+LOSSES = ("reinforce", "grpo", "gspo", "cispo", "dppo", "flash_reinforce")
 
 
 @cache
@@ -411,7 +411,7 @@ def measure_reuse(run_dir, vocabulary, depth, first, steps_per_rollout, lag, scr
 
 
 def reuse_cells() -> list[dict]:
-    schedules = [(2, 0), (8, 0), (32, 0), (1, 2), (1, 8), (1, 32)]
+    schedules = [(2, 0), (8, 0), (32, 0), (1, 2), (1, 32)]
     names = ("vocabulary", "depth", "first", "steps_per_rollout", "lag", "script")
     cells = product(REUSE_TREES, FIRST_STEPS, schedules, LOSSES)
     return [dict(zip(names, (*tree, first, *schedule, script))) for tree, first, schedule, script in cells]

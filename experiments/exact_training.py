@@ -52,7 +52,12 @@ def make_cells() -> list[dict]:
     main = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in SHARPS]
     traps = [{"trap": x, "scale": scale, "sharp": y} for scale in SCALES[::2] for x in TRAPS for y in SHARPS]
     turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in SHARPS]
-    plan = [(main, MAIN_ARMS), (traps, ARMS), (turned + random_settings(24), KNOB_ARMS)]
+    plan = [
+        (main, MAIN_ARMS),
+        (traps[:12], ARMS),
+        (turned + random_settings(24), KNOB_ARMS),
+        (traps[12:], ARMS),
+    ]
     cells = {}  # by its values, since a random setting may be one of the others
     for settings, arms in plan:
         for setting, (script, k) in product(settings, arms):
