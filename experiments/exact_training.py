@@ -52,12 +52,8 @@ def make_cells() -> list[dict]:
     main = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in SHARPS]
     traps = [{"trap": x, "scale": scale, "sharp": y} for scale in SCALES[::2] for x in TRAPS for y in SHARPS]
     turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in SHARPS]
-    plan = [
-        (main, MAIN_ARMS),
-        (traps[:12], ARMS),
-        (turned + random_settings(24), KNOB_ARMS),
-        (traps[12:], ARMS),
-    ]
+    plan = [(main, MAIN_ARMS), (traps[:12], ARMS)]
+    plan += [(turned + random_settings(24), KNOB_ARMS), (traps[12:], ARMS)]
     cells = {}  # by its values, since a random setting may be one of the others
     for settings, arms in plan:
         for setting, (script, k) in product(settings, arms):
@@ -101,10 +97,10 @@ def make_setting(cell: dict, seeds: range) -> tuple[torch.Tensor, ...]:
     return world["features"], base, world["right"], scores
 
 
-def variances(cell: dict, weights=None) -> tuple[float, float]:
+def variances(cell: dict) -> tuple[float, float]:
     """V, of all scores, and W, the mean within a prompt, of the base policy on the prompts for training."""
     features, base, _, scores = make_setting(cell, SEEDS)
-    chances = (features @ (base if weights is None else weights)).softmax(2)
+    chances = (features @ base).softmax(2)
     mean, second = ((chances * x).sum(2)[:, :-TEST] for x in (scores, scores.square()))
     if cell["flip"]:  # of scores of 0 and 1
         mean = second = cell["flip"] + (1 - 2 * cell["flip"]) * mean
@@ -131,9 +127,8 @@ def train(cell: dict, seeds: range, powers: list[int]) -> torch.Tensor:
         answers = answers.view(*chances.shape[:3], k)
         scores = given.expand_as(chances).gather(3, answers)
         if cell["flip"]:
-            scores = torch.where(
-                torch.rand(scores.shape, generator=generator) < cell["flip"], 1 - scores, scores
-            )
+            is_flipped = torch.rand(scores.shape, generator=generator) < cell["flip"]
+            scores = torch.where(is_flipped, 1 - scores, scores)
         if cell["noise"]:
             scores = scores + cell["noise"] * torch.randn(scores.shape, generator=generator)
         rollout = one_token(scores.flatten())
