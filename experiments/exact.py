@@ -1,4 +1,4 @@
-"""What the estimators do, computed instead of sampled: sections 1 to 4 of docs/exact.md.
+"""What the estimators do, computed instead of sampled: sections 1 to 3 of docs/exact.md.
 
     python experiments/exact.py
 
@@ -9,7 +9,7 @@ policy can give. A script that joins the repository gets its curves without an e
 import math
 import runpy
 import tempfile
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,7 +17,6 @@ import torch
 from common import POLICY_SCRIPTS, patched, run_all
 from explain import loss_and_push, make_rollout
 
-BATCH = 128  # the default batch_size
 float64 = {"dtype": torch.float64}
 
 
@@ -28,35 +27,31 @@ def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
         return SimpleNamespace(**runpy.run_path(patched(script, patches, folder)))
 
 
-def make_args(script: str, patches=(), **values):
+def make_args(script: str, **values):
     """The script's default flags with these values; no KL and no length penalty unless given."""
-    args = module(script, tuple(patches)).Args()
+    args = module(script).Args()
     for name, value in {"kl_coef": 0.0, "overlong_buffer": 0, **values}.items():
         setattr(args, name, value)
     return args
 
 
-def one_token(scores, **tensors) -> dict:
+def one_token(scores) -> dict:
     """A rollout of responses of one token."""
-    return make_rollout(scores, torch.ones_like(scores, dtype=torch.long), **tensors)
+    return make_rollout(scores, torch.ones_like(scores, dtype=torch.long))
 
 
-def slopes(script, args, rollout, num_sequences, num_tokens, logprobs=None, patches=()):
-    """(B, T): minus the derivative of the loss with respect to the log-prob of each token; on policy by default."""
-    code = module(script, tuple(patches))
+def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
+    """(B, T): on policy, minus the derivative of the loss with respect to the log-prob of each token."""
     if "advantages" not in rollout:
-        rollout = rollout | code.compute_advantages(args, rollout)
-    logprobs = rollout["old_logprobs"] if logprobs is None else logprobs
-    return loss_and_push(code, args, rollout, logprobs, num_sequences, num_tokens)[1]
+        rollout = rollout | module(script).compute_advantages(args, rollout)
+    return loss_and_push(module(script), args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
 
 
 def advantages(script: str, scores, lengths=None) -> torch.Tensor | None:
     """The advantage of each response's first token; None if the script needs more than scores and lengths."""
-    lengths = torch.ones_like(scores, dtype=torch.long) if lengths is None else lengths
+    rollout = one_token(scores) if lengths is None else make_rollout(scores, lengths)
     try:
-        return module(script).compute_advantages(make_args(script), make_rollout(scores, lengths))[
-            "advantages"
-        ][:, 0]
+        return module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
     except (AttributeError, KeyError):
         return None
 
@@ -94,54 +89,28 @@ def short(values, digits: int = 4) -> list[float]:
 RATES = torch.tensor([0.002, 0.005, *(i / 100 for i in range(1, 100)), 0.995, 0.998], **float64)
 
 
-def other_groups(k: int, count: int, rate: float | None) -> list[tuple[float, list[int]]]:
-    """Every state of `count` other groups, as its chance and the right responses of each; rate None: uniform rates.
-
-    Only a variance over the batch sees them. It depends on the sum of s (k - s) over the groups with s right
-    responses, since the group's mean is taken first. One example stands for all.
-    """
-    chances = [1 / (k + 1)] * (k + 1) if rate is None else binomial(k, rate).tolist()
-    states = {0: (1.0, [])}
-    for _ in range(count):
-        longer = {}
-        for (value, (chance, rights)), s in product(states.items(), range(k + 1)):
-            key = value + s * (k - s)
-            before, example = longer.get(key, (0.0, [*rights, s]))
-            longer[key] = (before + chance * chances[s], example)
-        states = longer
-    return list(states.values())
-
-
-def moments(script: str, k: int, groups: int = 1, others: float | None = None):
-    """w and the noise at RATES, summed over the right responses of the group and the states of the other groups.
+def moments(script: str, k: int, others=()) -> tuple[torch.Tensor, torch.Tensor]:
+    """w and the noise at RATES, summed over the right responses of a group; `others` are those of other groups.
 
     Noise is the expected sum of squared slopes over the responses of the group: the second moment of the update, if
     all responses have gradients of the same norm that are uncorrelated.
     """
     args, p = make_args(script, samples_per_prompt=k), RATES
     w, noise, chances = torch.zeros_like(p), torch.zeros_like(p), binomial(k, p[:, None])
-    for (chance, example), s in product(other_groups(k, groups - 1, others), range(k + 1)):
-        scores = torch.tensor([float(i < rights) for rights in (s, *example) for i in range(k)], **float64)
+    for s in range(k + 1):
+        scores = torch.tensor([float(i < rights) for rights in (s, *others) for i in range(k)], **float64)
         slope = slopes(script, args, one_token(scores), k, k)[:k, 0]
         # The gradient of log pi is on average grad p / p for a right and -grad p / (1 - p) for a wrong response.
-        w += chance * chances[:, s] * (slope[:s].sum() / p - slope[s:].sum() / (1 - p))
-        noise += chance * chances[:, s] * slope.square().sum()
+        w += chances[:, s] * (slope[:s].sum() / p - slope[s:].sum() / (1 - p))
+        noise += chances[:, s] * slope.square().sum()
     return w, noise
 
 
-def weight_cells() -> list[dict]:
-    cells = [{"script": x, "k": 8, "groups": BATCH // 8 if looks_at_batch(x) else 1} for x in group_scripts()]
-    cells += [
-        {"script": x, "k": k, "groups": 1} for x in ("grpo", "maxrl", "raft", "rloo") for k in (2, 4, 16, 64)
-    ]
-    cells += [{"script": "reinforce_pp_baseline", "k": 8, "groups": 2}]
-    cells = [{"others": None} | cell for cell in cells]
-    return [*cells, {"others": 0.98, "script": "reinforce_pp_baseline", "k": 8, "groups": 16}]
-
-
-def measure_weight(run_dir, **cell) -> dict:
-    w, noise = moments(**cell)
-    return {"w": w.tolist(), "noise": short(noise, 6)}
+def measure_weight(run_dir, script, k) -> dict:
+    """With 16 groups in a batch, of which the others have 0 ... k right responses in turn."""
+    others = [i % (k + 1) for i in range(15)] if looks_at_batch(script) else []
+    w, noise = moments(script, k, others)
+    return {"w": short(w, 6), "noise": short(noise, 6)}
 
 
 # --- 2. length: the first token settles right or wrong; after it, a response stops with a separate probability ---
@@ -162,24 +131,19 @@ def length_logprobs(theta) -> torch.Tensor:
 
 def length_scripts() -> list[str]:
     """Those whose advantages do not depend on lengths."""
-    scores = torch.arange(LENGTH_GROUP) % 2.0
-    return [
-        x
-        for x in group_scripts()
-        if advantages(x, scores).equal(advantages(x, scores, LENGTHS[:LENGTH_GROUP]))
-    ]
+    scores, lengths = torch.arange(LENGTH_GROUP) % 2.0, LENGTHS[:LENGTH_GROUP]
+    return [x for x in group_scripts() if advantages(x, scores).equal(advantages(x, scores, lengths))]
 
 
 @cache
 def length_advantages(script: str) -> torch.Tensor:
     """(k, 2): the advantage of a wrong and a right response if 0 ... k - 1 of the others are right."""
-    result = torch.zeros(LENGTH_GROUP, 2, **float64)
-    for s, own, position in product(
-        range(LENGTH_GROUP), (0, 1), range(LENGTH_GROUP)
-    ):  # raft: the first of equals counts
-        scores = [float(i < s) for i in range(LENGTH_GROUP - 1)]
+    k = LENGTH_GROUP
+    result = torch.zeros(k, 2, **float64)
+    for s, own, position in product(range(k), (0, 1), range(k)):  # raft: the first of equals counts
+        scores = [float(i < s) for i in range(k - 1)]
         scores.insert(position, float(own))
-        result[s, own] += advantages(script, torch.tensor(scores, **float64))[position] / LENGTH_GROUP
+        result[s, own] += advantages(script, torch.tensor(scores, **float64))[position] / k
     return result
 
 
@@ -188,11 +152,9 @@ def length_update(script: str, theta) -> torch.Tensor:
     theta = theta.clone().requires_grad_()
     logprobs = length_logprobs(theta)
     chance = logprobs.detach().sum(1).exp()
-    mean = binomial(LENGTH_GROUP - 1, theta[0].detach().sigmoid()) @ length_advantages(
-        script
-    )  # (2,): wrong, right
+    wrong, right = binomial(LENGTH_GROUP - 1, theta[0].detach().sigmoid()) @ length_advantages(script)
     rollout = make_rollout(IS_RIGHT.double(), LENGTHS)
-    rollout["advantages"] = mean[IS_RIGHT.long(), None] * rollout["response_mask"]
+    rollout["advantages"] = torch.where(IS_RIGHT, right, wrong)[:, None] * rollout["response_mask"]
     args = make_args(script, max_response_length=LONGEST)
     slope = slopes(script, args, rollout, 1, float((chance * LENGTHS).sum()))  # N_tok of a large batch
     return torch.autograd.grad((chance[:, None] * slope * logprobs).sum(), theta)[0]
@@ -265,6 +227,7 @@ KLS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3)  # nats per token
 KL_POLICIES = 32
 # Vocabulary, tokens, and how the policy left its reference: towards a response that was rare, towards any, or at random
 KL_FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 3)) for way in ("rare", "any", "random")]
+FAMILY = ("vocabulary", "depth", "way")
 KL_TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss", "k3, clamped")
 
 
@@ -292,18 +255,13 @@ def kl_policies(vocabulary: int, depth: int, way: str):
 def kl_slopes(term: str, ref, new) -> torch.Tensor:
     """(R, D): on policy, the slopes of a KL term alone, from the log-probs (R, D); sums over tokens."""
     script = {"k1 in the reward": "remax", "k2 in the loss": "reinforce_pp_baseline"}.get(term, "grpo")
-    patches = ("unbiased_kl",) if term.startswith("rho") else ()
     zero, depth = torch.zeros(len(new)), new.shape[1]
-    lengths = torch.full((len(new),), depth)
-    rollout = make_rollout(
-        zero, lengths, old_logprobs=new, ref_logprobs=ref, kl=new - ref, greedy_scores=zero
-    )
+    rollout = make_rollout(zero, torch.full((len(new),), depth))
+    rollout |= {"old_logprobs": new, "ref_logprobs": ref, "kl": new - ref, "greedy_scores": zero}
     if script != "remax":
         rollout["advantages"] = torch.zeros_like(new)
     num_sequences = 1 / depth if script == "grpo" else 1  # its mean over tokens, too, becomes a sum
-    slope = slopes(
-        script, make_args(script, patches, kl_coef=1.0), rollout, num_sequences, 1, patches=patches
-    )
+    slope = slopes(script, make_args(script, kl_coef=1.0), rollout, num_sequences, 1)
     k3 = (ref - new).exp() - 1 - (ref - new)
     return slope * (k3 < 10) if term == "k3, clamped" else slope  # as verl: no gradient where k3 is above 10
 
@@ -329,103 +287,11 @@ def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
     return {name: short(values) for name, values in result.items()}
 
 
-# --- 4. reuse: samples of an older policy, from several steps per rollout or from a sampler that lags behind ---
-POLICIES, RESPONSES, STEPS = 32, 64, 96
-REUSE_TREES, FIRST_STEPS = (
-    ((6, 4), (3, 6), (24, 2)),
-    (0.0003, 0.003),
-)  # the KL of the first step, nats per token
-AT_KL = 0.1  # nats per token from the start
-LOSSES = ("reinforce", "grpo", "gspo", "cispo", "flash_reinforce")
-
-
-@cache
-def reuse_policies(vocabulary: int, depth: int):
-    """Tree, policies, and which responses are right (S, N; pass rate below 0.3)."""
-    tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(0)
-    start = tree.random(POLICIES, 1.5, generator)
-    points = torch.randn(POLICIES, depth, vocabulary, generator=generator, **float64)
-    total = points[:, torch.arange(depth), tree.responses].sum(2)  # (S, N)
-    order = total.argsort(1, descending=True)
-    is_in = tree.logprobs(start).sum(2).exp().gather(1, order).cumsum(1) < 0.3
-    return tree, start, torch.zeros_like(total).scatter(1, order, is_in.double())
-
-
-def sample(tree, logits, right, generator) -> dict:
-    """A rollout of RESPONSES of each policy, with those of all policies side by side; advantages without a std."""
-    chances = tree.logprobs(logits).sum(2).exp()
-    rows = torch.multinomial(chances, RESPONSES, replacement=True, generator=generator)
-    index = (torch.arange(POLICIES)[:, None, None], tree.prefixes[rows], tree.responses[rows])  # (S, R, D)
-    old = logits.log_softmax(2)[index].flatten(0, 1)
-    scores = right.gather(1, rows).flatten()
-    rollout = make_rollout(scores, torch.full((len(scores),), tree.depth), old_logprobs=old, ref_logprobs=old)
-    args = make_args("dr_grpo", samples_per_prompt=RESPONSES)
-    return rollout | module("dr_grpo").compute_advantages(args, rollout) | {"index": index, "sampler": logits}
-
-
-def reuse_update(script: str, rollout: dict, logits) -> torch.Tensor:
-    logits = logits.clone().requires_grad_()
-    logprobs = logits.log_softmax(2)[rollout["index"]].flatten(0, 1)  # (S * R, D)
-    # GSPO's clip is meant for 1,000 tokens, whose ratio it keeps between exp(-0.3) and exp(0.4).
-    depth = logprobs.shape[1]
-    flags = {"clip_eps_low": 0.3 / depth, "clip_eps_high": 0.4 / depth} if script == "gspo" else {}
-    args = make_args(script, max_response_length=depth, **flags)
-    loss, _ = module(script).policy_loss(args, rollout, logprobs, RESPONSES, RESPONSES)
-    return -torch.autograd.grad(loss, logits)[0]
-
-
-def measure_reuse(run_dir, vocabulary, depth, first, steps_per_rollout, lag, script) -> dict:
-    """Per policy, where its KL from the start reaches AT_KL: the pass rate, and how stale the samples were until then.
-
-    Staleness is the KL of the policy in training from the one that sampled, mean over steps, in nats per token.
-    """
-    tree, start, right = reuse_policies(vocabulary, depth)
-    generator = torch.Generator().manual_seed(1)
-    update = reuse_update(script, sample(tree, start, right, generator), start)
-    # The learning rates with which the first step moves each policy by as many nats
-    rates = bisect(lambda x: tree.kl(start + x[:, None, None] * update, start), first * depth, POLICIES)[
-        :, None, None
-    ]
-    history, kl, passed, stale = [start], [], [], []
-    for step in range(STEPS):
-        logits = history[step]
-        if step % steps_per_rollout == 0:
-            rollout = sample(tree, history[max(0, step - lag)], right, generator)
-        kl.append(tree.kl(logits, start) / depth)
-        passed.append((tree.logprobs(logits).sum(2).exp() * right).sum(1))
-        stale.append(tree.kl(logits, rollout["sampler"]) / depth)
-        history.append(logits + rates * reuse_update(script, rollout, logits))
-    kl, passed, stale = torch.stack(kl), torch.stack(passed), torch.stack(stale)  # (STEPS, S)
-    result = {"pass rate": [], "staleness": []}
-    for i in range(POLICIES):
-        above = (kl[:, i] >= AT_KL).nonzero()
-        if len(above):
-            at = int(above[0, 0])
-            # The pass rate changes in proportion to the square root of a small KL.
-            low, high = kl[at - 1 : at + 1, i].sqrt()
-            share = (AT_KL**0.5 - low) / (high - low)
-            values = torch.lerp(passed[at - 1, i], passed[at, i], share), stale[:at, i].mean()
-        for name, value in zip(result, values if len(above) else (math.nan, math.nan)):
-            result[name].append(value)
-    return {name: [None if math.isnan(x) else x for x in short(values)] for name, values in result.items()}
-
-
-def reuse_cells() -> list[dict]:
-    schedules = [(2, 0), (8, 0), (32, 0), (1, 2), (1, 32)]
-    names = ("vocabulary", "depth", "first", "steps_per_rollout", "lag", "script")
-    cells = product(REUSE_TREES, FIRST_STEPS, schedules, LOSSES)
-    return [dict(zip(names, (*tree, first, *schedule, script))) for tree, first, schedule, script in cells]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = partial(run_all, workers=1)
-    run("exact_weights", weight_cells(), measure_weight)
-    run(
-        "exact_length",
-        [{"script": x, "can_tell": y} for y in (True, False) for x in length_scripts()],
-        measure_length,
-    )
-    families = [dict(zip(("vocabulary", "depth", "way"), family)) for family in KL_FAMILIES]
-    run("exact_kl", [family | {"term": term} for family in families for term in KL_TERMS], measure_kl)
-    run("exact_reuse", reuse_cells(), measure_reuse)
+    sizes = [{"script": x, "k": k} for x in ("grpo", "maxrl") for k in (2, 4, 16, 64)]
+    run_all("exact_weights", [{"script": x, "k": 8} for x in group_scripts()] + sizes, measure_weight, 1)
+    lengths = [{"script": x, "can_tell": y} for y in (True, False) for x in length_scripts()]
+    run_all("exact_length", lengths, measure_length, 1)
+    families = [dict(zip(FAMILY, family)) for family in KL_FAMILIES]
+    run_all("exact_kl", [family | {"term": term} for family in families for term in KL_TERMS], measure_kl, 1)
