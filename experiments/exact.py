@@ -62,17 +62,15 @@ def looks_at_batch(script: str) -> bool | None:
     k = max(make_args(script).samples_per_prompt, 2)
     scores = torch.zeros(3, 2 * k)
     scores[1:, 1] = scores[2, -1] = 1.0  # of no response, of one, and of one in each group
-    found = [advantages(script, x) for x in scores]
-    if found[0] is None or found[0].equal(found[1]):
-        return None
-    return not found[1][:k].equal(found[2][:k])
+    none, one, two = (advantages(script, x) for x in scores)
+    return None if none is None or none.equal(one) else not one[:k].equal(two[:k])
 
 
 @cache
 def group_scripts() -> list[str]:
     """Those whose advantages come from the scores of several responses to a prompt."""
-    scripts = [x for x in POLICY_SCRIPTS if looks_at_batch(x) is not None]
-    return [x for x in scripts if make_args(x).samples_per_prompt > 1]
+    with_scores = (x for x in POLICY_SCRIPTS if looks_at_batch(x) is not None)
+    return [x for x in with_scores if make_args(x).samples_per_prompt > 1]
 
 
 def binomial(count: int, rate) -> torch.Tensor:
@@ -137,14 +135,10 @@ def length_scripts() -> list[str]:
 
 @cache
 def length_advantages(script: str) -> torch.Tensor:
-    """(k, 2): the advantage of a wrong and a right response if 0 ... k - 1 of the others are right."""
+    """(k, 2): the mean advantage of a wrong and of a right response if 0 ... k - 1 of the others are right."""
     k = LENGTH_GROUP
-    result = torch.zeros(k, 2, **float64)
-    for s, own, position in product(range(k), (0, 1), range(k)):  # raft: the first of equals counts
-        scores = [float(i < s) for i in range(k - 1)]
-        scores.insert(position, float(own))
-        result[s, own] += advantages(script, torch.tensor(scores, **float64))[position] / k
-    return result
+    found = [advantages(script, (torch.arange(k) < s).double()) for s in range(k + 1)]
+    return torch.stack([torch.stack([found[s][s:].mean(), found[s + 1][: s + 1].mean()]) for s in range(k)])
 
 
 def length_update(script: str, theta) -> torch.Tensor:
@@ -185,10 +179,9 @@ class Tree:
         places = [torch.arange(vocabulary**depth) // vocabulary ** (depth - t) for t in range(depth)]
         self.prefixes = torch.stack(places, 1) + torch.tensor(self.firsts[:-1])  # (N, D): before each token
 
-    def random(self, seeds: int, scale: float, generator) -> torch.Tensor:
+    def random(self, seeds: int, generator) -> torch.Tensor:
         """(S, prefixes, V): the logits of random policies."""
-        shape = (seeds, self.firsts[-1], self.vocabulary)
-        return scale * torch.randn(shape, generator=generator, **float64)
+        return torch.randn(seeds, self.firsts[-1], self.vocabulary, generator=generator, **float64)
 
     def logprobs(self, logits) -> torch.Tensor:
         """(S, N, D): of every token of every response."""
@@ -237,7 +230,7 @@ def kl_policies(vocabulary: int, depth: int, way: str):
     tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(depth)
     found = []
     while len(found) < KL_POLICIES:
-        ref, noise = tree.random(1, 1.0, generator), tree.random(1, 1.0, generator)
+        ref, noise = tree.random(1, generator), tree.random(1, generator)
         value = torch.randn(1, vocabulary**depth, generator=generator, **float64)
         # The largest KL that a tilt reaches is that of the best response alone.
         farthest = -tree.logprobs(ref).sum(2)[0, value.argmax()]
@@ -269,7 +262,7 @@ def kl_slopes(term: str, ref, new) -> torch.Tensor:
 def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
     """Per KL, medians over the policies: cosine with the gradient of the KL, and noise to signal."""
     tree, ref, policies = kl_policies(vocabulary, depth, way)
-    result = {"cosine": [], "noise": []}
+    cosines, noises = [], []
     for new in policies:
         leaf = new.clone().requires_grad_()
         (exact,) = torch.autograd.grad(tree.kl(leaf, ref).sum(), leaf)  # (S, prefixes, V)
@@ -279,12 +272,10 @@ def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
         (found,) = torch.autograd.grad((tree.logprobs(leaf) * weight).sum(), leaf)
         # Squared norm of the gradient of each log-prob
         norms = 1 - 2 * new_lp.exp() + new.softmax(-1).square().sum(-1)[:, tree.prefixes]
-        size, exact_size = found.flatten(1).norm(dim=1), exact.flatten(1).norm(dim=1)
-        cosine = (found * exact).sum((1, 2)) / (size * exact_size)
-        noise = (weight * slope * norms).sum((1, 2)) / size.square() - 1
-        for name, value in {"cosine": cosine, "noise": noise}.items():
-            result[name].append(float(value.median()))
-    return {name: short(values) for name, values in result.items()}
+        size, exact_size = (x.flatten(1).norm(dim=1) for x in (found, exact))
+        cosines.append(((found * exact).sum((1, 2)) / (size * exact_size)).median())
+        noises.append(((weight * slope * norms).sum((1, 2)) / size.square() - 1).median())
+    return {"cosine": short(cosines), "noise": short(noises)}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import textwrap
 
 import matplotlib.pyplot as plt
 import torch
-from common import ROOT, group_by, load, table
-from exact import KLS, RATES
+from common import ROOT, group_by, load, mean, table
+from exact import FAMILY, KLS, RATES
 from exact_training import KNOBS, SCALES, T_99, TRAPS, USUAL
 from PIL import Image
 
@@ -14,14 +14,10 @@ P = RATES.tolist()
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#222222"
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
 STYLE |= {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.formatter.min_exponent": 8}
-RUNS = (0.07, 0.5)  # nats per token: the ends and peaks of the toy's runs; SmolLM2 lies between
-
-
-FAMILY = ("vocabulary", "depth", "way")
-
-
-def find(rows: list[dict], **wanted) -> list[dict]:
-    return [row for row in rows if wanted.items() <= row.items()]
+OUR_RUNS = (
+    0.07,
+    0.5,
+)  # nats per token: from the ends to the peaks of `kl` in runs of the toy; SmolLM2 lies between
 
 
 def relative(row: dict) -> list[float]:
@@ -30,29 +26,27 @@ def relative(row: dict) -> list[float]:
 
 
 def draw_weights():
-    rows = load("exact_weights")
     figure, axes = plt.subplots(1, 3, figsize=(11, 4.2))
     families = {GREEN: [], ORANGE: [], BLUE: []}
-    for (script,), runs in group_by(rows, "script").items():
-        w = relative(runs[0])  # at k = 8
-        color = GREEN if w[2] > 2 * w[-3] else ORANGE if w[2] > 1.1 else BLUE
-        families[color].append(script)
-        axes[0].plot(P, w, color=color)
-    for (color, names), x, y in zip(families.items(), (0.15, 0.3, 0.05), (4.5, 1.8, 0.33)):
-        axes[0].text(x, y, textwrap.fill(", ".join(names), 30), color=color, fontsize=9)
-    for i, k in enumerate((2, 4, 8, 16, 64)):
+    for row in load("exact_weights"):
+        w, k = relative(row), row["k"]
+        color = GREEN if w[0] > 2 * w[-1] else ORANGE if w[0] > 1.1 else BLUE
+        if k == 8:
+            families[color].append(row["script"])
+            axes[0].plot(P, w, color=color)
         for axis, script, color in ((axes[1], "grpo", ORANGE), (axes[2], "maxrl", GREEN)):
-            w = relative(find(rows, script=script, k=k)[0])
-            axis.plot(P, w, color=color, alpha=0.4 + 0.15 * i)
-            axis.text(-0.02, min(w[0], 11), f"k = {k}", color=color, ha="right", va="center")
-    axes[1].plot(P, [0.5 / math.sqrt(p * (1 - p)) for p in P], color=BLACK, ls=":")
-    axes[1].text(0.1, 7, r"dotted, $k\to\infty$: climbs $\arcsin\sqrt{p}$")
-    axes[2].plot(P, [0.5 / p for p in P], color=BLACK, ls=":")
-    axes[2].text(0.2, 5, r"dotted, $k\to\infty$: climbs $\log\,p$")
-    for axis, title in zip(axes, ("Three families, k = 8", "grpo", "maxrl, raft")):
-        axis.set(
-            title=title, xlabel="pass rate p", xlim=(-0.25 * (axis is not axes[0]), 1), xticks=(0, 0.5, 1)
-        )
+            if row["script"] == script:
+                axis.plot(P, w, color=color, alpha=0.4 + 0.1 * math.log2(k))
+                axis.text(-0.02, min(w[0], 11), f"k = {k}", color=color, ha="right", va="center")
+    for (color, names), x, y in zip(families.items(), (0.15, 0.25, 0.05), (4.5, 1.8, 0.33)):
+        axes[0].text(x, y, textwrap.fill(", ".join(names), 30), color=color, fontsize=9)
+    limits = {axes[1]: ([0.5 / math.sqrt(p * (1 - p)) for p in P], r"\arcsin\sqrt{p}", 0.1)}
+    limits |= {axes[2]: ([0.5 / p for p in P], r"\log\,p", 0.3)}
+    for axis, (w, objective, x) in limits.items():
+        axis.plot(P, w, color=BLACK, ls=":")
+        axis.text(x, 6, rf"dotted, $k\to\infty$: climbs ${objective}$")
+    for axis, title in zip(axes, ("Three families, k = 8", "grpo", "maxrl and raft")):
+        axis.set(title=title, xlabel="pass rate p", xlim=(-0.25 * (axis in limits), 1), xticks=(0, 0.5, 1))
         axis.set_yscale("log", base=2)
         axis.set_ylim(0.3, 12)
     axes[0].set(ylabel="weight, relative to p = 0.5")
@@ -62,20 +56,18 @@ def draw_weights():
 def weights() -> None:
     """Print the weights at some pass rates, and the responses for the same ratio of signal to noise."""
     rows, lines = load("exact_weights"), {}
+    (base,) = (row for row in rows if row["script"] == "rloo")
     for row in rows:
-        words = [f"k = {row['k']}"] * (row["k"] != 8) + [f"{row['groups']} groups"] * (row["groups"] > 1)
-        words += ["the others 98 % right"] * (row["others"] is not None)
         cells = [f"{relative(row)[P.index(p)]:.2f}" for p in (0.01, 0.1, 0.9, 0.99)]
-        for p in (0.1, 0.5, 0.9):
-            i, (base,) = P.index(p), find(rows, script="rloo", k=8)
+        for i in map(P.index, (0.1, 0.5, 0.9)):
             one, two = (x["k"] * x["noise"][i] / x["w"][i] ** 2 for x in (row, base))
             cells.append(f"{one / two:.2f}")
         lines.setdefault(tuple(cells), []).append(
-            f"`{row['script']}`" + f" ({', '.join(words)})" * bool(words)
+            f"`{row['script']}`" + f" (k = {row['k']})" * (row["k"] != 8)
         )
-    heads = [f"weight at p = {p:g}" for p in (0.01, 0.1, 0.9, 0.99)]
+    heads = ["script", *(f"w at p = {p:g}" for p in (0.01, 0.1, 0.9, 0.99))]
     heads += [f"responses at p = {p:g}" for p in (0.1, 0.5, 0.9)]
-    table(["script", *heads], [[", ".join(names), *cells] for cells, names in lines.items()], rows)
+    table(heads, [[", ".join(names), *cells] for cells, names in lines.items()], rows)
 
 
 def draw_length():
@@ -92,55 +84,59 @@ def draw_length():
     return figure
 
 
+def kl_by_term() -> dict[str, list[tuple]]:
+    """For each term and family of policies: the cosines, and the noise relative to that of k2."""
+    result = {}
+    for terms in group_by(load("exact_kl"), *FAMILY).values():
+        noise = {row["term"]: row["noise"] for row in terms}
+        for row in terms:
+            ratios = [x / y for x, y in zip(row["noise"], noise["k2 in the loss"])]
+            result.setdefault(row["term"], []).append((row["cosine"], ratios))
+    return result
+
+
 def draw_kl():
-    rows = load("exact_kl")
-    figure, (a, b) = plt.subplots(1, 2, figsize=(9.5, 4.2))
-    colors = {
-        "k1 in the reward": BLUE,
-        "k2 in the loss": GREEN,
-        "k3 in the loss": ORANGE,
-        "k3, clamped": BLACK,
-    }
-    for _, terms in group_by(rows, "vocabulary", "depth", "way").items():
-        (k2,) = find(terms, term="k2 in the loss")
-        for row, (term, color) in zip(terms, colors.items()):
-            label = term if row in rows[:4] else None
-            style = {"color": color, "lw": 1, "ls": "--" if term == "k3, clamped" else "-"}
-            a.plot(KLS, row["cosine"], label=label, **style)
-            b.plot(KLS, [x / y for x, y in zip(row["noise"], k2["noise"])], **style)
-    for axis in (a, b):
-        axis.axvspan(*RUNS, color="#EEEEEE", zorder=0)
-        axis.set(xscale="log", xlabel="KL from the reference, nats per token")
-    a.set(title="Cosine with the gradient of the KL", ylim=(0.4, 1.02))
-    a.legend(loc="lower left", frameon=False)
-    b.set(title="Noise, relative to k2", yscale="log", ylim=(0.7, 1000))
-    b.text(RUNS[0], 500, " our runs")
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.2))
+    for (term, runs), color in zip(kl_by_term().items(), (BLUE, GREEN, ORANGE, BLACK)):
+        for run in runs:
+            for axis, values in zip(axes, run):
+                axis.plot(KLS, values, color=color, lw=1, ls="--" if "clamped" in term else "-")
+        axes[0].plot([], [], color=color, ls="--" if "clamped" in term else "-", label=term)
+    for axis in axes:
+        axis.axvspan(*OUR_RUNS, color="#EEEEEE", zorder=0)
+        axis.set(xscale="log", xlim=(KLS[0], OUR_RUNS[1]), xlabel="KL from the reference, nats per token")
+    axes[0].set(title="Cosine with the gradient of the KL", ylim=(0.6, 1.01))
+    axes[0].legend(loc="lower left", frameon=False)
+    axes[1].set(title="Noise, relative to k2", yscale="log", ylim=(0.7, 1500))
+    axes[1].text(OUR_RUNS[0], 0.8, " our runs")
     return figure
 
 
 def kl_terms() -> None:
-    """Print cosine / noise relative to k2 of each term: the range over the families of policies."""
-    rows, lines = load("exact_kl"), []
-    k2 = {
-        family: row["noise"]
-        for family, (row,) in group_by(find(rows, term="k2 in the loss"), *FAMILY).items()
-    }
-    for (term,), runs in group_by(rows, "term").items():
+    """Print the range of each term over the families of policies."""
+    lines = []
+    for term, runs in kl_by_term().items():
         lines.append([term])
-        for i in range(len(KLS)):
-            cosines = [row["cosine"][i] for row in runs]
-            ratios = [row["noise"][i] / k2[tuple(row[name] for name in FAMILY)][i] for row in runs]
-            lines[-1].append(f"{min(cosines):.2f}–{max(cosines):.2f} / {min(ratios):.1f}–{max(ratios):.1f}")
-    table(["cosine / noise", *(f"{x:g} nats" for x in KLS)], lines, rows)
+        for values in zip(*(zip(*run) for run in runs)):  # of a KL
+            (low, high), (least, most) = ((min(x), max(x)) for x in zip(*values))
+            lines[-1].append(f"{low:.2f} to {high:.2f} / {least:.1f} to {most:.1f}")
+    table(["cosine / noise", *(f"{x:g} nats" for x in KLS)], lines, load("exact_kl"))
 
 
-def settings() -> dict[tuple, dict]:
-    """By setting: the rows of its arms, by script and k."""
-    groups = group_by(load("exact_training"), *USUAL).items()
-    return {key: {(row["script"], row["k"]): row for row in rows} for key, rows in groups}
+RLOO, GRPO, BATCH_STD, MAXRL = ("rloo", 8), ("grpo", 8), ("reinforce_pp_baseline", 8), ("maxrl", 8)
+ONE, SAME_PROMPTS = (
+    ("reinforce", 1),
+    ("reinforce", 8),
+)  # the batch's mean as baseline, with k = 1 and with k = 8
 
 
-def difference(row: dict, base: dict, outcome: str) -> tuple[float, float]:
+def settings() -> list[tuple[dict, dict]]:
+    """Each setting, and its rows by script and k."""
+    groups = group_by(load("exact_training"), *USUAL)
+    return [(dict(zip(USUAL, key)), {(x["script"], x["k"]): x for x in rows}) for key, rows in groups.items()]
+
+
+def difference(row: dict, base: dict, outcome: str = "accuracy") -> tuple[float, float]:
     """Mean difference over the seeds and half of its 99 % interval, in points."""
     values = 100 * (torch.tensor(row[outcome]) - torch.tensor(base[outcome]))
     return float(values.mean()), float(T_99 * values.std() / math.sqrt(len(values)))
@@ -151,78 +147,69 @@ def ratio(row: dict) -> float:
     return 7 / 8 * row["variances"][0] / row["variances"][1]
 
 
-RLOO, GRPO, BATCH_STD, MAXRL = ("rloo", 8), ("grpo", 8), ("reinforce_pp_baseline", 8), ("maxrl", 8)
-ONE, SAME_PROMPTS = (
-    ("reinforce", 1),
-    ("reinforce", 8),
-)  # the batch's mean as baseline, with k = 1 and with k = 8
-
-
-def contrasts():
-    """Text of a claim, its two arms, the settings it is about, and the outcome."""
-    plain = {"trap": (0.0,)}
-    for k, other in ((4, 8), (2, 8), (2, 4), (4, 16), (8, 16), (8, 64)):
-        yield f"`rloo`: k = {k} ahead of {other}", ("rloo", k), ("rloo", other), plain
-    for k, other in ((4, 8), (4, 16), (8, 64)):
-        yield f"`grpo`: k = {k} ahead of {other}", ("grpo", k), ("grpo", other), plain
-    for scale, text in (
-        ("equal", "equal scales"),
-        ("prompt", "scales by prompt"),
-        ("answer", "scales by answer"),
-    ):
-        yield f"std of the group ahead of none, {text}", GRPO, RLOO, plain | {"scale": (scale,)}
-        yield f"std of the batch ahead of none, {text}", BATCH_STD, RLOO, plain | {"scale": (scale,)}
-    for k in (16, 64):
-        yield (
-            f"std of the group ahead of none at k = {k}, equal scales",
-            ("grpo", k),
-            ("rloo", k),
-            {"scale": ("equal",)},
-        )
-    for x in TRAPS:
-        yield f"std of the group ahead of none, a wrong answer pays {x:g}", GRPO, RLOO, {"trap": (x,)}
-    yield "one response per prompt ahead of `rloo`, k = 8", ONE, RLOO, plain
-    yield "the batch's mean ahead of the group's, same prompts", SAME_PROMPTS, RLOO, plain
-    yield "one response per prompt ahead of 8, the batch's mean in both", ONE, SAME_PROMPTS, plain
-    for scale in SCALES:
-        yield f"`maxrl` ahead of `rloo`, {scale}", MAXRL, RLOO, plain | {"scale": (scale,)}
-
-
 def claims() -> None:
-    """Print in how many settings each claim holds, shows no difference, and reverses."""
+    """Print in how many settings the first arm is ahead, there is no difference, and the second is ahead."""
+    right, everywhere = {"trap": 0.0}, (0, math.inf)
+    plan = [
+        (f"`rloo`, k = 4: ahead of k = {k}", ("rloo", 4), ("rloo", k), right, everywhere) for k in (2, 8, 16)
+    ]
+    plan += [(f"`{x}`, k = 8: ahead of k = 64", (x, 8), (x, 64), right, everywhere) for x in ("rloo", "grpo")]
+    for scale, text in zip(SCALES, ("of 0 and 1", "scaled by prompt", "scaled by answer")):
+        about = right | {"scale": scale}
+        plan.append((f"scores {text}: std of the group ahead of none", GRPO, RLOO, about, everywhere))
+        plan.append((f"scores {text}: std of the batch ahead of none", BATCH_STD, RLOO, about, everywhere))
+        plan.append((f"scores {text}: `maxrl` ahead of `rloo`", MAXRL, RLOO, about, everywhere))
+    for x in TRAPS:
+        about = {"trap": x, "scale": "equal"}
+        plan.append(
+            (f"a wrong answer pays {x:g}: std of the group ahead of none", GRPO, RLOO, about, everywhere)
+        )
+    for low, high in ((0, 2), (2, 4), (4, math.inf)):
+        text = f"ratio {low:g} to {high:g}" if high < math.inf else f"ratio above {low:g}"
+        plan.append((f"{text}: one response per prompt ahead of k = 8", ONE, RLOO, right, (low, high)))
+        plan.append((f"{text}: the batch's mean ahead, same prompts", SAME_PROMPTS, RLOO, right, (low, high)))
     lines = []
-    for text, one, two, about in contrasts():
+    for text, one, two, about, (low, high) in plan:
         arms = [
-            x for key, x in settings().items() if all(dict(zip(USUAL, key))[y] in z for y, z in about.items())
+            arms
+            for setting, arms in settings()
+            if about.items() <= setting.items() and {one, two} <= arms.keys()
         ]
-        found = [difference(x[one], x[two], "accuracy") for x in arms if one in x and two in x]
-        counts = [sum(sign * m > half for m, half in found) for sign in (1, -1)]
-        between = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}"
-        lines.append([text, *map(str, (counts[0], len(found) - sum(counts), counts[1])), between])
+        found = [difference(x[one], x[two]) for x in arms if low <= ratio(x[two]) < high]
+        ahead, behind = (sum(sign * m > half for m, half in found) for sign in (1, -1))
+        between = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}" if found else ""
+        lines.append([text, *map(str, (ahead, len(found) - ahead - behind, behind)), between])
     table(["claim", "holds", "no difference", "reverses", "points"], lines, load("exact_training"))
+
+
+def every_setting() -> None:
+    """Print each setting: accuracy of rloo, score_variance_ratio, and the differences of the arms from rloo."""
+    arms = [ONE, SAME_PROMPTS, ("rloo", 4), ("rloo", 16), GRPO, BATCH_STD, MAXRL]
+    lines = []
+    for setting, rows in settings():
+        base = rows[RLOO]
+        words = [f"{name} {value}" for name, value in setting.items() if value != USUAL[name]]
+        cells = [", ".join(words) or "usual", f"{100 * mean(base['accuracy']):.1f}", f"{ratio(base):.1f}"]
+        found = [difference(rows[arm], base) if arm in rows else None for arm in arms]
+        lines.append(cells + ["{:+.1f} ± {:.1f}".format(*x) if x else "" for x in found])
+    heads = ["setting", "`rloo`", "ratio", *(f"`{script}`, k = {k}" for script, k in arms)]
+    table(heads, lines, load("exact_training"))
 
 
 def draw_training():
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.4), sharey=True)
-    for arms in settings().values():
+    for setting, arms in settings():
         for axis, arm in zip(axes, (ONE, SAME_PROMPTS)):
-            row = arms[RLOO]
-            if arm in arms and not row["trap"]:
-                turned = sum(row[name] != USUAL[name] for name in KNOBS)
-                color = (BLUE, ORANGE)[turned > 0]
-                axis.errorbar(
-                    ratio(row), *difference(arms[arm], row, "accuracy"), fmt="o", ms=4, lw=1, color=color
-                )
-    for axis in axes:
+            if arm in arms and not setting["trap"]:
+                color = ORANGE if any(setting[name] != USUAL[name] for name in KNOBS) else BLUE
+                mean_, half = difference(arms[arm], arms[RLOO])
+                axis.errorbar(ratio(arms[RLOO]), mean_, half, fmt="o", ms=4, lw=1, color=color)
+    for axis, title in zip(axes, ("One response per prompt", "Same prompts, the batch's mean")):
         axis.axhline(0, color=BLACK, lw=1)
-        axis.set(
-            xscale="log",
-            xlabel="score_variance_ratio at the start",
-            xticks=(1, 2, 4, 8),
-            xticklabels=("1", "2", "4", "8"),
-        )
-    axes[0].set(title="k = 1 less rloo, k = 8", ylabel="accuracy, points")
-    axes[1].set(title="The batch's mean less the group's, same prompts")
+        axis.set(title=title, xscale="log", xlabel="score_variance_ratio before training")
+        axis.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"), minor=False)
+        axis.minorticks_off()
+    axes[0].set(ylabel="accuracy less that of rloo, k = 8, points")
     return figure
 
 

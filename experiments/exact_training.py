@@ -10,7 +10,6 @@ TUNING_SEEDS; the grid of rates grows until its edge is not the best. Then SEEDS
 import math
 import random
 from functools import cache, partial
-from itertools import product
 
 import torch
 from common import run_all
@@ -31,36 +30,34 @@ KNOBS = {"prompts": (16, 64, 1024), "batch": (32, 256), "optimizer": ("sgd",), "
 KNOBS |= {"hard": (0,), "flip": (0.2,), "noise": (0.5,)}
 SHARPS, SCALES, TRAPS = (1, 3, 6), ("equal", "prompt", "answer"), (1.0, 1.2, 2.0, 4.0)
 # Script and k. reinforce has the batch's mean as baseline; with k = 8 it draws prompts as the others do.
-ARMS = [("rloo", 8), ("grpo", 8), ("reinforce_pp_baseline", 8), ("reinforce", 1)]
-KNOB_ARMS = [*ARMS, ("reinforce", 8), ("rloo", 4), ("rloo", 16), ("maxrl", 8)]
-MAIN_ARMS = [*KNOB_ARMS, ("rloo", 2), ("rloo", 64), *(("grpo", k) for k in (2, 4, 16, 64))]
-
-
-def random_settings(count: int) -> list[dict]:
-    """Settings in which all knobs but the trap are turned at once, except those to the most expensive values."""
-    draw, settings = random.Random(0), []
-    for _ in range(count):
-        setting = {name: draw.choice((USUAL[name], *values)) for name, values in KNOBS.items()}
-        setting |= {"batch": min(setting["batch"], 128), "iterations": 100}
-        setting |= {"sharp": draw.choice(SHARPS), "scale": draw.choice(SCALES)}
-        # Only scores of 0 and 1 are flipped.
-        settings.append(setting if setting["scale"] == "equal" else setting | {"flip": 0.0})
-    return settings
+ARMS = [("rloo", 8), ("grpo", 8), ("reinforce", 1)]
+KNOB_ARMS = [*ARMS, ("reinforce", 8), ("rloo", 4), ("rloo", 16)]
+MAIN_ARMS = [*KNOB_ARMS, ("reinforce_pp_baseline", 8), ("maxrl", 8), ("rloo", 2), ("rloo", 64), ("grpo", 64)]
 
 
 def make_cells() -> list[dict]:
+    """All arms at three sharpnesses and scales, and some with traps, with one knob turned, and with several."""
     main = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in SHARPS]
     traps = [{"trap": x, "scale": scale, "sharp": y} for scale in SCALES[::2] for x in TRAPS for y in SHARPS]
     turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in SHARPS]
-    plan = [(main, MAIN_ARMS), (traps[:12], ARMS)]
-    plan += [(turned + random_settings(24), KNOB_ARMS), (traps[12:], ARMS)]
-    cells = {}  # by its values, since a random setting may be one of the others
-    for settings, arms in plan:
-        for setting, (script, k) in product(settings, arms):
-            cell = USUAL | setting | {"script": script, "k": k}
-            if script != "maxrl" or not cell["noise"]:  # the mean score of a group must not be negative
-                cells[tuple(cell.values())] = cell
-    return list(cells.values())
+    draw = random.Random(0)
+    for _ in range(20):
+        setting = {name: draw.choice((USUAL[name], *values)) for name, values in KNOBS.items()}
+        setting |= {"sharp": draw.choice(SHARPS), "scale": draw.choice(SCALES), "iterations": 100}
+        setting["batch"] = min(setting["batch"], 128)
+        # Only scores of 0 and 1 are flipped.
+        turned.append(setting if setting["scale"] == "equal" else setting | {"flip": 0.0})
+    turned.sort(key=lambda setting: setting["sharp"])
+    plan = [(main, MAIN_ARMS), (traps[:12], ARMS), (turned, KNOB_ARMS), (traps[12:], ARMS)]
+    cells = [
+        USUAL | x | {"script": script, "k": k}
+        for settings, arms in plan
+        for x in settings
+        for script, k in arms
+    ]
+    return list(
+        {tuple(cell.values()): cell for cell in cells}.values()
+    )  # a random setting may be one of the others
 
 
 @cache
@@ -131,11 +128,10 @@ def train(cell: dict, seeds: range, powers: list[int]) -> torch.Tensor:
             scores = torch.where(is_flipped, 1 - scores, scores)
         if cell["noise"]:
             scores = scores + cell["noise"] * torch.randn(scores.shape, generator=generator)
-        rollout = one_token(scores.flatten())
         # Statistics of a batch come from the run's own.
         runs = scores.view(-1, batch) if looks_at_batch(script) else scores.view(1, -1)
-        advantages = [compute_advantages(args, one_token(run))["advantages"] for run in runs]
-        rollout["advantages"] = torch.cat(advantages)
+        advantages = torch.cat([compute_advantages(args, one_token(run))["advantages"] for run in runs])
+        rollout = one_token(scores.flatten()) | {"advantages": advantages}
         slope = slopes(script, args, rollout, batch, batch).view_as(scores).float()
         # The sum over responses of slope * (one-hot - probabilities), for each prompt
         push = torch.zeros_like(chances).scatter_add(3, answers, slope) - slope.sum(3, keepdim=True) * chances

@@ -46,7 +46,7 @@ def test_the_noise_of_a_baseline_is_a_variance_of_the_scores():
 
 def test_k1_in_the_reward_has_the_gradient_of_the_kl_and_k2_and_k3_only_near_the_reference():
     tree, generator = Tree(3, 4), torch.Generator().manual_seed(0)
-    ref, noise = tree.random(2, 1.0, generator).split(1)
+    ref, noise = tree.random(2, generator).split(1)
     for is_near in (True, False):
         leaf = (ref + noise * (1e-4 if is_near else 1.0)).requires_grad_()
         new, old = tree.logprobs(leaf)[0], tree.logprobs(ref)[0]
