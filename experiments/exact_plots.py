@@ -37,7 +37,9 @@ def draw_weights():
         for axis, script, color in ((axes[1], "grpo", ORANGE), (axes[2], "maxrl", GREEN)):
             if row["script"] == script:
                 axis.plot(P, w, color=color, alpha=0.4 + 0.1 * math.log2(k))
-                axis.text(-0.02, min(w[0], 11), f"k = {k}", color=color, ha="right", va="center")
+                axis.text(
+                    -0.02, min(w[0], 11), f"k = {k}" * (w[0] != 1), color=color, ha="right", va="center"
+                )
     for (color, names), x, y in zip(families.items(), (0.15, 0.25, 0.05), (4.5, 1.8, 0.33)):
         axes[0].text(x, y, textwrap.fill(", ".join(names), 30), color=color, fontsize=9)
     limits = {axes[1]: ([0.5 / math.sqrt(p * (1 - p)) for p in P], r"\arcsin\sqrt{p}", 0.1)}
@@ -123,17 +125,21 @@ def kl_terms() -> None:
     table(["cosine / noise", *(f"{x:g} nats" for x in KLS)], lines, load("exact_kl"))
 
 
-RLOO, GRPO, BATCH_STD, MAXRL = ("rloo", 8), ("grpo", 8), ("reinforce_pp_baseline", 8), ("maxrl", 8)
-ONE, SAME_PROMPTS = (
+RLOO, GRPO, STD, MAXRL = ("rloo", 8), ("grpo", 8), ("reinforce_pp_baseline", 8), ("maxrl", 8)
+ONE, SAME = (
     ("reinforce", 1),
     ("reinforce", 8),
-)  # the batch's mean as baseline, with k = 1 and with k = 8
+)  # the batch's mean as baseline; k = 8 draws the same prompts as rloo
 
 
 def settings() -> list[tuple[dict, dict]]:
-    """Each setting, and its rows by script and k."""
-    groups = group_by(load("exact_training"), *USUAL)
-    return [(dict(zip(USUAL, key)), {(x["script"], x["k"]): x for x in rows}) for key, rows in groups.items()]
+    """Each setting, with score_variance_ratio of the base policy at k = 8, and its rows by script and k."""
+    result = []
+    for key, rows in group_by(load("exact_training"), *USUAL).items():
+        V, W = rows[0]["variances"]
+        setting = dict(zip(USUAL, key)) | {"ratio": 7 / 8 * V / W}
+        result.append((setting, {(row["script"], row["k"]): row for row in rows}))
+    return result
 
 
 def difference(row: dict, base: dict, outcome: str = "accuracy") -> tuple[float, float]:
@@ -142,72 +148,67 @@ def difference(row: dict, base: dict, outcome: str = "accuracy") -> tuple[float,
     return float(values.mean()), float(T_99 * values.std() / math.sqrt(len(values)))
 
 
-def ratio(row: dict) -> float:
-    """score_variance_ratio of the base policy at k = 8."""
-    return 7 / 8 * row["variances"][0] / row["variances"][1]
+def plan_of_claims():
+    """Text, the arm that is ahead, the other, which settings are counted, and the outcome."""
+
+    def no_trap(scale=None, low=0.0, high=math.inf):
+        return lambda x: not x["trap"] and scale in (None, x["scale"]) and low <= x["ratio"] < high
+
+    for k, other in ((4, 2), (4, 8), (4, 16), (8, 64)):
+        yield f"k = {k} ahead of {other} (`rloo`)", ("rloo", k), ("rloo", other), no_trap(), "accuracy"
+    yield "k = 8 ahead of 64 (`grpo`)", GRPO, ("grpo", 64), no_trap(), "accuracy"
+    for scale, text in zip(SCALES, ("of 0 and 1", "scaled by prompt", "scaled by answer")):
+        for arm, name in ((GRPO, "std of the group"), (STD, "std of the batch"), (MAXRL, "`maxrl`")):
+            yield f"scores {text}: {name} ahead of `rloo`", arm, RLOO, no_trap(scale), "accuracy"
+    for outcome in ("accuracy", "accuracy, tuned on the score"):
+        for pay in TRAPS:
+            text = f"a wrong answer pays {pay:g}: std of the group ahead{outcome.removeprefix('accuracy')}"
+            yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay and x["scale"] == "equal", outcome
+    for arm, text in ((ONE, "one response per prompt"), (SAME, "the batch's mean, same prompts,")):
+        for low, high, between in ((0, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
+            yield f"ratio {between}: {text} ahead of `rloo`", arm, RLOO, no_trap(None, low, high), "accuracy"
 
 
 def claims() -> None:
     """Print in how many settings the first arm is ahead, there is no difference, and the second is ahead."""
-    right, everywhere = {"trap": 0.0}, (0, math.inf)
-    plan = [
-        (f"`rloo`, k = 4: ahead of k = {k}", ("rloo", 4), ("rloo", k), right, everywhere) for k in (2, 8, 16)
-    ]
-    plan += [(f"`{x}`, k = 8: ahead of k = 64", (x, 8), (x, 64), right, everywhere) for x in ("rloo", "grpo")]
-    for scale, text in zip(SCALES, ("of 0 and 1", "scaled by prompt", "scaled by answer")):
-        about = right | {"scale": scale}
-        plan.append((f"scores {text}: std of the group ahead of none", GRPO, RLOO, about, everywhere))
-        plan.append((f"scores {text}: std of the batch ahead of none", BATCH_STD, RLOO, about, everywhere))
-        plan.append((f"scores {text}: `maxrl` ahead of `rloo`", MAXRL, RLOO, about, everywhere))
-    for x in TRAPS:
-        about = {"trap": x, "scale": "equal"}
-        plan.append(
-            (f"a wrong answer pays {x:g}: std of the group ahead of none", GRPO, RLOO, about, everywhere)
-        )
-    for low, high in ((0, 2), (2, 4), (4, math.inf)):
-        text = f"ratio {low:g} to {high:g}" if high < math.inf else f"ratio above {low:g}"
-        plan.append((f"{text}: one response per prompt ahead of k = 8", ONE, RLOO, right, (low, high)))
-        plan.append((f"{text}: the batch's mean ahead, same prompts", SAME_PROMPTS, RLOO, right, (low, high)))
     lines = []
-    for text, one, two, about, (low, high) in plan:
-        arms = [
-            arms
-            for setting, arms in settings()
-            if about.items() <= setting.items() and {one, two} <= arms.keys()
+    for text, one, two, is_counted, outcome in plan_of_claims():
+        pairs = [
+            (rows[one], rows[two]) for x, rows in settings() if is_counted(x) and {one, two} <= rows.keys()
         ]
-        found = [difference(x[one], x[two]) for x in arms if low <= ratio(x[two]) < high]
+        found = [difference(*pair, outcome) for pair in pairs]
         ahead, behind = (sum(sign * m > half for m, half in found) for sign in (1, -1))
-        between = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}" if found else ""
-        lines.append([text, *map(str, (ahead, len(found) - ahead - behind, behind)), between])
+        points = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}"
+        lines.append([text, *map(str, (ahead, len(found) - ahead - behind, behind)), points])
     table(["claim", "holds", "no difference", "reverses", "points"], lines, load("exact_training"))
 
 
 def every_setting() -> None:
-    """Print each setting: accuracy of rloo, score_variance_ratio, and the differences of the arms from rloo."""
-    arms = [ONE, SAME_PROMPTS, ("rloo", 4), ("rloo", 16), GRPO, BATCH_STD, MAXRL]
-    lines = []
+    """Print accuracy of rloo, score_variance_ratio, and the differences of the arms from rloo in each setting."""
+    arms, lines = [ONE, SAME, ("rloo", 4), ("rloo", 16), GRPO, STD, MAXRL], []
     for setting, rows in settings():
-        base = rows[RLOO]
-        words = [f"{name} {value}" for name, value in setting.items() if value != USUAL[name]]
-        cells = [", ".join(words) or "usual", f"{100 * mean(base['accuracy']):.1f}", f"{ratio(base):.1f}"]
-        found = [difference(rows[arm], base) if arm in rows else None for arm in arms]
-        lines.append(cells + ["{:+.1f} ± {:.1f}".format(*x) if x else "" for x in found])
+        words = [f"{name} {setting[name]}" for name in USUAL if setting[name] != USUAL[name]]
+        cells = [f"{100 * mean(rows[RLOO]['accuracy']):.1f}", f"{setting['ratio']:.1f}"]
+        found = [difference(rows[arm], rows[RLOO]) if arm in rows else None for arm in arms]
+        cells += ["{:+.1f} ± {:.1f}".format(*x) if x else "" for x in found]
+        lines.append([", ".join(words) or "usual", *cells])
     heads = ["setting", "`rloo`", "ratio", *(f"`{script}`, k = {k}" for script, k in arms)]
     table(heads, lines, load("exact_training"))
 
 
 def draw_training():
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.4), sharey=True)
-    for setting, arms in settings():
-        for axis, arm in zip(axes, (ONE, SAME_PROMPTS)):
-            if arm in arms and not setting["trap"]:
+    for axis, arm, title in zip(
+        axes, (ONE, SAME), ("One response per prompt", "Same prompts, the batch's mean")
+    ):
+        for setting, rows in settings():
+            if arm in rows and not setting["trap"]:
                 color = ORANGE if any(setting[name] != USUAL[name] for name in KNOBS) else BLUE
-                mean_, half = difference(arms[arm], arms[RLOO])
-                axis.errorbar(ratio(arms[RLOO]), mean_, half, fmt="o", ms=4, lw=1, color=color)
-    for axis, title in zip(axes, ("One response per prompt", "Same prompts, the batch's mean")):
+                points, half = difference(rows[arm], rows[RLOO])
+                axis.errorbar(setting["ratio"], points, half, fmt="o", ms=4, lw=1, color=color)
         axis.axhline(0, color=BLACK, lw=1)
         axis.set(title=title, xscale="log", xlabel="score_variance_ratio before training")
-        axis.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"), minor=False)
+        axis.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
         axis.minorticks_off()
     axes[0].set(ylabel="accuracy less that of rloo, k = 8, points")
     return figure
