@@ -4,9 +4,10 @@
 # ///
 """REINFORCE++: one response per prompt, no critic, the advantage normalized over the batch of all ranks.
 
-Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262v9. To each prompt pi_old samples a response o with the score r. pi_theta is
-the policy in training, pi_ref the frozen --model. With beta = kl_coef and eps = clip_eps:
+Jian Hu et al., "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
+arXiv 2501.03262v8 (in v9, Eq. 8 and 9 are 4, and 10 is 5). To each prompt pi_old samples a response o with
+the score r. pi_theta is the policy in training, pi_ref the frozen --model. With beta = kl_coef and
+eps = clip_eps:
 
     k1_t  = log pi_old(o_t) - log pi_ref(o_t)                       an unbiased estimate of the token's KL
     A_t   = r - beta sum_{s>=t} k1_s                                the return to go             (Eq. 8, 9)
@@ -14,7 +15,7 @@ the policy in training, pi_ref the frozen --model. With beta = kl_coef and eps =
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_tok sum_i sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)               (Eq. 1)
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them; the paper
+N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them; Eq. 1
 divides each response by its own length |o| instead. Here the batch is the baseline, in grpo.py the group.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
 

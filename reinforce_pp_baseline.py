@@ -4,9 +4,9 @@
 # ///
 """REINFORCE++-Baseline: several responses per prompt, their mean as baseline, the std of the whole batch.
 
-Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262v9. To each prompt pi_old samples k = samples_per_prompt responses with the
-scores r_i. pi_theta is the policy in training, pi_ref the frozen --model. beta = kl_coef, eps = clip_eps:
+Jian Hu et al., "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
+arXiv 2501.03262v8 (in v9, Eq. 11 is 6, and 12 is 7). To each prompt pi_old samples k = samples_per_prompt
+responses with scores r_i. pi_theta is in training, pi_ref the frozen --model; beta = kl_coef, eps = clip_eps:
 
     A_i   = r_i - mean(r)              the mean of the group, r_i included; no std               (Eq. 11)
     A_i  <- A_i / std(A)               over the responses of all ranks                           (Eq. 12)
@@ -14,9 +14,9 @@ scores r_i. pi_theta is the policy in training, pi_ref the frozen --model. beta 
     k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
     loss  = 1/N_tok sum_i sum_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The paper
-does not say what Eq. 12 runs over: here it is responses, not tokens, so that a group of equal scores gets
-exactly 0 whatever its lengths. grpo.py divides by the std of the group. Tools: reinforce_pp_tools.py.
+N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 12 runs
+over responses, as v9 says (B.2): with mean and std over tokens, equal scores would not get exactly 0.
+The loss is Eq. 1 with N_tok, not |o|. grpo.py divides by the std of the group. Tools: reinforce_pp_tools.py.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
     python reinforce_pp_baseline.py

@@ -4,7 +4,7 @@
 # ///
 """Reward model: stage 2, from pairs of a better and a worse response to a model that scores responses.
 
-Bradley-Terry (REINFORCE++, arXiv 2501.03262v9, Eq. 14; InstructGPT, arXiv 2203.02155, Eq. 1): a response of
+Bradley-Terry (REINFORCE++, arXiv 2501.03262v8, Eq. 14; InstructGPT, arXiv 2203.02155, Eq. 1): a response of
 score s_c is preferred to one of s_r with probability sigmoid(s_c - s_r). A language model with a head of one
 output learns the scores by maximum likelihood:
 

@@ -14,8 +14,8 @@ updates behind it. o_t is token t and sg stops the gradient. With p_t = pi_old(o
     loss = -1/N_seq sum_i g_i A_i 1/T_i sum_t sg(q_t / p_t) log q_t                               (Eq. 5-11)
 
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
-included. Both count what the gate leaves out. There is one step per rollout. Here pi_old is pi_theta: up to
-rounding the ratio is 1, every gate is open, and this is reinforce.py without KL and with 1/T_i.
+included. Both count what the gate leaves out. One step per rollout. Here pi_old is pi_theta: up to rounding
+the ratio is 1 and every gate open, as reinforce.py without KL and with 1/T_i. Left out: the filter of App. C.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/flash_reinforce.py

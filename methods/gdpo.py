@@ -15,8 +15,8 @@ Each has R scores r_1 ... r_R. pi_theta is the policy in training. w = reward_we
     loss  = -1/N_seq sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)             (Eq. 3)
 
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
-included; std(r_j) divides by k - 1. grpo.py normalizes the sum of the scores, where a reward of large spread
-hides the others. No KL, as in the paper's equations. Left out: conditioned rewards (Eq. 8).
+included; std(r_j) divides by k - 1. The paper has no 1e-4 in Eq. 4, and an epsilon in Eq. 6. grpo.py
+normalizes the sum of the scores, where a reward of large spread hides the others. No KL. Left out: Eq. 8.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
     python methods/gdpo.py

@@ -14,8 +14,8 @@ policy with gradient:
 N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
 Among the baselines that are the same for all responses, the one of least variance weighs each score by the
 squared norm of the response's gradient. T_i stands for that norm: it assumes that the gradients of tokens are
-orthogonal and equally long, and that the loss sums over tokens. There is one step per rollout and no KL.
-rloo.py weighs all scores equally and leaves r_i out of its baseline.
+orthogonal and equally long, and that the loss sums over tokens (the authors' code takes their mean). There
+is one step per rollout and no KL. rloo.py weighs all scores equally and leaves r_i out of its baseline.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
     python methods/opo.py

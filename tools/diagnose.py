@@ -2,9 +2,11 @@
 
     python tools/diagnose.py runs/a        a line for each finding, the most important first
 
-Reads args.json and metrics.jsonl of a policy script, also while it trains. docs/metrics.md explains the metrics.
+Reads the run folder of a policy script, also while it trains; or TRL's trainer_state.json; or the file of verl's logger
+"file", a .jsonl. docs/metrics.md explains the metrics.
 """
 
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,44 @@ REMEDIES = {
     "large kl": "Read samples, score held-out prompts by --eval_reward; raise --kl_coef, lower --learning_rate.",
     "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
 }
+
+
+# What TRL and verl log, by its name here. Their KL is a mean over tokens, ours a sum over a response.
+NAMES = {
+    "reward": "score", "critic/score/mean": "score",
+    "completions/mean_length": "response_length", "response_length/mean": "response_length",
+    "completions/clipped_ratio": "truncated", "response_length/clip_ratio": "truncated",
+    "frac_reward_zero_std": "equal_groups", "sampling/sampling_logp_difference/mean": "logprob_difference",
+    "kl": "kl", "actor/kl_loss": "kl",
+    "clip_ratio/region_mean": "clip_fraction", "actor/pg_clipfrac": "clip_fraction",
+    "eval_reward": "eval/score/all",
+}  # fmt: skip
+# The metric without which a rule finds nothing
+NEEDS = {
+    "log-probs": "logprob_difference", "equal groups": "equal_groups", "truncated": "truncated",
+    "first kl": "kl", "negative kl": "kl", "kl of 0": "kl", "large kl": "kl", "held-out": "eval/score/",
+    "idle clip": "clip_fraction",
+}  # fmt: skip
+
+
+def read(path: Path) -> tuple[dict, list[dict]]:
+    """Flags and rows of a run, with the names that metrics have here. Those of TRL and verl have no flags."""
+    if path.is_dir():
+        return plot.read_run(path)
+    text, rows = path.read_text(), []
+    if path.suffix == ".json":
+        logged = json.loads(text)["log_history"]
+    else:
+        logged = [{"step": x["step"]} | x["data"] for x in map(json.loads, text.splitlines())]
+    for line in logged:
+        row = {NAMES[name]: x for name, x in line.items() if name in NAMES and x is not None}
+        row |= {
+            f"eval/score/{name}": x for name, x in line.items() if "val-core/" in name and "/mean@" in name
+        }
+        if "kl" in row:
+            row["kl"] *= row["response_length"]
+        rows.append({"iteration": line["step"]} | row)
+    return {}, rows
 
 
 def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
@@ -95,10 +135,16 @@ def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
 
 
 def main(run: tyro.conf.Positional[Path]) -> None:
-    flags, rows = plot.read_run(run)
+    flags, rows = read(run)
     if sum("score" in row for row in rows) < 5:
         sys.exit(f"{run} has fewer than 5 iterations of a policy script, too few to tell")
     print(*findings(flags, rows).values() or ["nothing stands out; read samples.jsonl, too"], sep="\n")
+    logged = str({name for row in rows for name in row})
+    missing = [
+        rule for rule, name in NEEDS.items() if name not in logged or (rule == "idle clip" and not flags)
+    ]
+    if missing:
+        print(f"not checked, for want of a metric: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

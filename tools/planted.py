@@ -2,7 +2,7 @@
 
     python tools/planted.py "no baseline"        git restore reinforce.py undoes it
 
-tests/mutants.py checks that a test notices each. experiments/bugs.py and experiments/learn.py train with some.
+tests/mutants.py checks that a test notices each. experiments/learn.py trains with some.
 """
 
 import difflib
@@ -28,7 +28,6 @@ class Planted:
     new: str
     old_in_references: str = ""
     new_in_references: str = ""
-    trained: dict | None = None
 
     @property
     def script(self) -> str:
@@ -64,6 +63,10 @@ class Planted:
         before = self.path().read_text()
         lines = difflib.unified_diff(before.splitlines(), self.plant(before).splitlines(), n=0, lineterm="")
         return [line for line in [*lines][2:] if line[0] in "-+"]
+
+    def print_change(self) -> None:
+        """Print it as Markdown. docs/bugs.md asks what it does."""
+        print(f"\n```diff\n {self.where}", *self.changed_lines(), "```\n", sep="\n")
 
     def module(self) -> SimpleNamespace:
         """What the script with the bug defines."""

@@ -5,9 +5,8 @@
 # variant of reinforce_pp_baseline.py
 """REINFORCE++-Baseline with a tool: the policy calls it in the middle of a response and reads its result.
 
-Jian Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization", arXiv 2501.03262v9, section 4.2.4. k responses to a prompt have the scores r_i;
-beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce_pp_baseline.py:
+Jian Hu et al., "REINFORCE++", arXiv 2501.03262v8, section 4.2.4 (in v9 4.3). k responses to a prompt have
+the scores r_i; the other symbols are those of reinforce_pp_baseline.py:
 
     A_i   = (r_i - mean(r)) / std      mean of the group; std of r_i - mean(r) over all ranks     (Eq. 11, 12)
     rho_t = pi_theta(o_t) / pi_old(o_t)
@@ -16,10 +15,9 @@ beta = kl_coef, eps = clip_eps, and pi_theta, pi_old, pi_ref are as in reinforce
     m_t   = 1 if pi_old sampled the token o_t, 0 if the tool wrote it: response_mask
 
 After a token that contains --call_end, and after an EOS, the tool gets the response so far. If it returns
-text, that is appended, and sampling continues. The policy and the reward read it, but N_tok, the KL, the
-entropy and response_length count sampled tokens only; max_response_length limits both. The calls of a step
-run in threads, and all rows wait. `make diff A=reinforce_pp_baseline B=reinforce_pp_tools` shows the feature.
-Train a toy on sums such as "4 8 + 7 1 5 ?" (a calculator, a minute, score 0.3 to 0.98), or a real model:
+text, that is appended, and sampling continues. The policy and the reward read it, but N_tok, KL, entropy and
+response_length count sampled tokens only; max_response_length limits both. The feature: `make diff
+A=reinforce_pp_baseline B=reinforce_pp_tools`. A toy ("4 8 + 7 1 5 ?", a minute, 0.3 to 0.98), a real model:
 
     python variants/reinforce_pp_tools.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/reinforce_pp_tools.py --model Qwen/Qwen2.5-1.5B \
