@@ -163,7 +163,7 @@ def plan_of_claims():
     for outcome in ("accuracy", "accuracy, tuned on the score"):
         for pay in TRAPS:
             text = f"a wrong answer pays {pay:g}: std of the group ahead{outcome.removeprefix('accuracy')}"
-            yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay and x["scale"] == "equal", outcome
+            yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay, outcome
     for arm, text in ((ONE, "one response per prompt"), (SAME, "the batch's mean, same prompts,")):
         for low, high, between in ((0, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
             yield f"ratio {between}: {text} ahead of `rloo`", arm, RLOO, no_trap(None, low, high), "accuracy"

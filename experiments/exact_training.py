@@ -10,6 +10,7 @@ TUNING_SEEDS; the grid of rates grows until its edge is not the best. Then SEEDS
 import math
 import random
 from functools import cache, partial
+from itertools import product
 
 import torch
 from common import run_all
@@ -38,7 +39,7 @@ MAIN_ARMS = [*KNOB_ARMS, ("reinforce_pp_baseline", 8), ("maxrl", 8), ("rloo", 2)
 def make_cells() -> list[dict]:
     """All arms at three sharpnesses and scales, and some with traps, with one knob turned, and with several."""
     main = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in SHARPS]
-    traps = [{"trap": x, "scale": scale, "sharp": y} for scale in SCALES[::2] for x in TRAPS for y in SHARPS]
+    traps = [{"trap": x, "sharp": sharp} for x in TRAPS for sharp in SHARPS]
     turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in SHARPS]
     draw = random.Random(0)
     for _ in range(20):
@@ -48,16 +49,13 @@ def make_cells() -> list[dict]:
         # Only scores of 0 and 1 are flipped.
         turned.append(setting if setting["scale"] == "equal" else setting | {"flip": 0.0})
     turned.sort(key=lambda setting: setting["sharp"])
-    plan = [(main, MAIN_ARMS), (traps[:12], ARMS), (turned, KNOB_ARMS), (traps[12:], ARMS)]
-    cells = [
-        USUAL | x | {"script": script, "k": k}
-        for settings, arms in plan
-        for x in settings
-        for script, k in arms
-    ]
-    return list(
-        {tuple(cell.values()): cell for cell in cells}.values()
-    )  # a random setting may be one of the others
+    plan = [(main, MAIN_ARMS), (traps, ARMS), (turned, KNOB_ARMS)]
+    cells = {}  # by its values, since a random setting may be one of the others
+    for settings, arms in plan:
+        for setting, (script, k) in product(settings, arms):
+            cell = USUAL | setting | {"script": script, "k": k}
+            cells[tuple(cell.values())] = cell
+    return list(cells.values())
 
 
 @cache
@@ -106,7 +104,7 @@ def variances(cell: dict) -> tuple[float, float]:
 
 
 def train(cell: dict, seeds: range, powers: list[int]) -> torch.Tensor:
-    """(3, powers, seeds): accuracy, pass@16 and score of the trained policies on the prompts for the test."""
+    """(2, powers, seeds): accuracy and score of the trained policies on the prompts for the test."""
     script, k, batch = cell["script"], cell["k"], cell["batch"]
     features, base, right, all_scores = make_setting(cell, seeds)
     rates = torch.tensor([2.0**power for power in powers])[:, None, None, None]
@@ -140,7 +138,7 @@ def train(cell: dict, seeds: range, powers: list[int]) -> torch.Tensor:
     chances = (features[:, -TEST:] @ (base + rates * moved)).softmax(3)
     accuracy = chances.gather(3, right[:, -TEST:, None].expand(len(powers), -1, -1, 1))[..., 0]
     score = (chances * all_scores[:, -TEST:]).sum(3)
-    return torch.stack([accuracy, 1 - (1 - accuracy) ** 16, score]).mean(3)
+    return torch.stack([accuracy, score]).mean(3)
 
 
 def tune(cell: dict) -> dict:
@@ -148,7 +146,7 @@ def tune(cell: dict) -> dict:
     means = {}
     todo = list(FIRST_RATES[cell["optimizer"]])
     while todo:
-        accuracy, _, score = train(cell, TUNING_SEEDS, todo).mean(2).tolist()
+        accuracy, score = train(cell, TUNING_SEEDS, todo).mean(2).tolist()
         means |= {power: {"accuracy": accuracy[i], "score": score[i]} for i, power in enumerate(todo)}
         wanted = ("accuracy", "score") if cell["trap"] else ("accuracy",)
         best = {name: max(means, key=lambda power: means[power][name]) for name in wanted}
@@ -158,13 +156,12 @@ def tune(cell: dict) -> dict:
 
 
 def measure(run_dir, **cell) -> dict:
-    """Accuracy and pass@16 of SEEDS with the rate tuned for accuracy; with a trap, accuracy with that for the score."""
+    """Accuracy of SEEDS with the rate tuned for it; with a trap, also with the rate tuned for the score."""
     best = tune(cell)
     found = train(cell, SEEDS, [*best.values()])
-    result = {"rates": best, "accuracy": short(found[0, 0]), "pass@16": short(found[1, 0])}
-    if cell["trap"]:
-        result |= {"accuracy, tuned on the score": short(found[0, 1])}
-    return result | {"variances": short(variances(cell))}
+    names = ("accuracy", "accuracy, tuned on the score")
+    accuracy = {name: short(x) for name, x in zip(names, found[0])}
+    return {"rates": best, "variances": short(variances(cell))} | accuracy
 
 
 if __name__ == "__main__":
