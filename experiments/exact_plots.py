@@ -157,7 +157,7 @@ def plan_of_claims():
     for k, other in ((4, 2), (4, 8), (4, 16), (8, 64)):
         yield f"k = {k} ahead of {other} (`rloo`)", ("rloo", k), ("rloo", other), no_trap(), "accuracy"
     yield "k = 8 ahead of 64 (`grpo`)", GRPO, ("grpo", 64), no_trap(), "accuracy"
-    for scale, text in zip(SCALES, ("of 0 and 1", "scaled by prompt", "scaled by answer")):
+    for scale, text in zip(SCALES, ("of one scale", "scaled by prompt", "scaled by answer")):
         for arm, name in ((GRPO, "std of the group"), (STD, "std of the batch"), (MAXRL, "`maxrl`")):
             yield f"scores {text}: {name} ahead of `rloo`", arm, RLOO, no_trap(scale), "accuracy"
     for outcome in ("accuracy", "accuracy, tuned on the score"):

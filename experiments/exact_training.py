@@ -40,7 +40,8 @@ def make_cells() -> list[dict]:
     """All arms at three sharpnesses and scales, and some with traps, with one knob turned, and with several."""
     main = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in SHARPS]
     traps = [{"trap": x, "sharp": sharp} for x in TRAPS for sharp in SHARPS]
-    turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in SHARPS]
+    between = [{"sharp": sharp, "scale": scale} for scale in SCALES for sharp in (1.5, 2)]
+    turned = [{"sharp": sharp, name: x} for name, values in KNOBS.items() for x in values for sharp in (1, 3)]
     draw = random.Random(0)
     for _ in range(20):
         setting = {name: draw.choice((USUAL[name], *values)) for name, values in KNOBS.items()}
@@ -48,8 +49,7 @@ def make_cells() -> list[dict]:
         setting["batch"] = min(setting["batch"], 128)
         # Only scores of 0 and 1 are flipped.
         turned.append(setting if setting["scale"] == "equal" else setting | {"flip": 0.0})
-    turned.sort(key=lambda setting: setting["sharp"])
-    plan = [(main, MAIN_ARMS), (traps, ARMS), (turned, KNOB_ARMS)]
+    plan = [(main, MAIN_ARMS), (traps, ARMS), (between + turned, KNOB_ARMS)]
     cells = {}  # by its values, since a random setting may be one of the others
     for settings, arms in plan:
         for setting, (script, k) in product(settings, arms):
