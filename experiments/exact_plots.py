@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from itertools import product
 
 import matplotlib.pyplot as plt
 import torch
@@ -150,23 +151,27 @@ def difference(row: dict, base: dict, outcome: str = "accuracy") -> tuple[float,
 
 def plan_of_claims():
     """Text, the arm that is ahead, the other, which settings are counted, and the outcome."""
+    end, by_score = "accuracy", "accuracy, tuned on the score"
 
-    def no_trap(scale=None, low=0.0, high=math.inf):
-        return lambda x: not x["trap"] and scale in (None, x["scale"]) and low <= x["ratio"] < high
+    def no_trap(low=0.0, high=math.inf, **wanted):
+        return lambda x: not x["trap"] and low <= x["ratio"] < high and wanted.items() <= x.items()
 
     for k, other in ((4, 2), (4, 8), (4, 16), (8, 64)):
-        yield f"k = {k} ahead of {other} (`rloo`)", ("rloo", k), ("rloo", other), no_trap(), "accuracy"
-    yield "k = 8 ahead of 64 (`grpo`)", GRPO, ("grpo", 64), no_trap(), "accuracy"
-    for scale, text in zip(SCALES, ("of one scale", "scaled by prompt", "scaled by answer")):
+        yield f"k = {k} ahead of {other} (`rloo`)", ("rloo", k), ("rloo", other), no_trap(), end
+    yield "k = 8 ahead of 64 (`grpo`)", GRPO, ("grpo", 64), no_trap(), end
+    for scale, text in zip(SCALES, ("scores of one scale", "scaled by prompt", "scaled by answer")):
         for arm, name in ((GRPO, "std of the group"), (STD, "std of the batch"), (MAXRL, "`maxrl`")):
-            yield f"scores {text}: {name} ahead of `rloo`", arm, RLOO, no_trap(scale), "accuracy"
-    for outcome in ("accuracy", "accuracy, tuned on the score"):
-        for pay in TRAPS:
-            text = f"a wrong answer pays {pay:g}: std of the group ahead{outcome.removeprefix('accuracy')}"
-            yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay, outcome
-    for arm, text in ((ONE, "one response per prompt"), (SAME, "the batch's mean, same prompts,")):
-        for low, high, between in ((0, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
-            yield f"ratio {between}: {text} ahead of `rloo`", arm, RLOO, no_trap(None, low, high), "accuracy"
+            yield f"{text}: {name} ahead of `rloo`", arm, RLOO, no_trap(scale=scale), end
+    for pay, outcome in product(TRAPS, (end, by_score)):
+        text = f"a wrong answer pays {pay:g}: std of the group ahead{outcome.removeprefix(end)}"
+        yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay, outcome
+    for low, high, between in ((0, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
+        text = f"ratio {between}: the batch's mean ahead of the group's, same prompts"
+        yield text, SAME, RLOO, no_trap(low, high), end
+    for prompts in (16, 64, 256, 1024):
+        for low, high, between in ((0, 2, "below"), (2, math.inf, "above")):
+            text = f"{prompts} prompts, ratio {between} 2: one response per prompt ahead of k = 8"
+            yield text, ONE, RLOO, no_trap(low, high, prompts=prompts), end
 
 
 def claims() -> None:
@@ -178,7 +183,7 @@ def claims() -> None:
         ]
         found = [difference(*pair, outcome) for pair in pairs]
         ahead, behind = (sum(sign * m > half for m, half in found) for sign in (1, -1))
-        points = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}"
+        points = f"{min(found)[0]:+.1f} to {max(found)[0]:+.1f}" if found else ""
         lines.append([text, *map(str, (ahead, len(found) - ahead - behind, behind)), points])
     table(["claim", "holds", "no difference", "reverses", "points"], lines, load("exact_training"))
 
