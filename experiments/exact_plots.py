@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import torch
 from common import ROOT, group_by, load, mean, table
 from exact import FAMILY, KLS, RATES
-from exact_training import KNOBS, SCALES, T_99, TRAPS, USUAL
+from exact_training import SCALES, T_99, TRAPS, USUAL
 from PIL import Image
 
 P = RATES.tolist()
@@ -208,7 +208,7 @@ def draw_training():
     ):
         for setting, rows in settings():
             if arm in rows and not setting["trap"]:
-                color = ORANGE if any(setting[name] != USUAL[name] for name in KNOBS) else BLUE
+                color = {1024: GREEN, 256: BLUE}.get(setting["prompts"], ORANGE)
                 points, half = difference(rows[arm], rows[RLOO])
                 axis.errorbar(setting["ratio"], points, half, fmt="o", ms=4, lw=1, color=color)
         axis.axhline(0, color=BLACK, lw=1)
