@@ -246,7 +246,7 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 if RANK else 0)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 

@@ -35,7 +35,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -56,7 +56,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
 # P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
-#
 #   sequences       (B, P+T)  token ids: the prompt, padded on the left; the response, padded on the right
 #   attention_mask  (B, P+T)  1 on prompt and response, 0 on padding
 #   response_mask   (B, T)    True on the tokens that the policy sampled, the EOS included
@@ -68,7 +67,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   ref_logprobs    (B, T)    log pi_ref of each token
 #   kl              (B, T)    old_logprobs - ref_logprobs
 #   advantages      (B, T)    from compute_advantages
-#
 # Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
 
 
@@ -104,6 +102,7 @@ class Args:  # the comment behind a flag is its --help text
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
+    eval_samples: int = 0  # sampled responses to each held-out prompt, for pass@n too; 0: one greedy response
     eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
     log_every: int = 10  # iterations between samples, which are printed and logged; 0: none
     save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
@@ -151,6 +150,11 @@ def all_sum(x):
 def total(x):
     """The sum of all elements of x on all ranks, as a number."""
     return float(all_sum(x.sum()))
+
+
+def mean(x):
+    """The mean over the rows of x (B, ...) on all ranks; of a row of several elements, their sum counts."""
+    return total(x) / (len(x) * WORLD_SIZE)
 
 
 def eos_ids(model, tokenizer):
@@ -286,10 +290,8 @@ def process_scores(args, scores, truncated):
     """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
     if args.reward_zscore:
-        count = len(scores) * WORLD_SIZE
-        scores = scores - total(scores) / count
-        std = math.sqrt(total(scores.square()) / count)
-        scores = scores / max(std, 1e-4)
+        scores = scores - mean(scores)
+        scores = scores / max(math.sqrt(mean(scores.square())), 1e-4)  # their std
     return scores.clamp(-args.reward_clip, args.reward_clip)
 
 
@@ -313,8 +315,7 @@ def main(args):
     start_ranks(args)
     # Models are in eval mode: with dropout, training would see other log-probs than sampling.
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    # The reference is the policy before training, so it is copied before a checkpoint is loaded.
-    reference = copy.deepcopy(policy) if args.kl_coef else None
+    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
 
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k
@@ -322,8 +323,8 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward, dataset if args.eval_reward else dataset + eval_dataset)
-    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
+    reward = load_reward(args, args.reward)
+    eval_reward = load_reward(args, args.eval_reward) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
     state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # `start` counts the finished iterations
@@ -341,6 +342,7 @@ def main(args):
         # 3. Rollout: k responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
+        sampling_seconds = time.time() - began
         rows = [row for row in prompt_rows for _ in range(k)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
@@ -348,26 +350,24 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
+        rollout["ref_logprobs"] = rollout["old_logprobs"]  # a placeholder: --kl_coef 0 multiplies it by 0
         if reference:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        else:  # a placeholder: --kl_coef 0 multiplies it by 0
-            rollout["ref_logprobs"] = rollout["old_logprobs"]
-        # Some methods subtract kl from the reward; for the others it is only a metric.
-        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T)
+        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T); some only log it
 
         # 6. Advantages
         rollout |= compute_advantages(args, rollout)
 
         # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
-        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
-        if args.anneal_lr:
-            lr_factor = min(lr_factor, 1 - (iteration - 1) / args.num_iterations)
+        rise = iteration / max(1, args.warmup_iterations)
+        fall = 1 - args.anneal_lr * (iteration - 1) / args.num_iterations
+        lr_factor = min(1.0, rise, fall)
         learning_rate = args.learning_rate * lr_factor
-        stats = defaultdict(float)  # sums over this rank's micro-batches
+        stats = Counter()  # sums over this rank's micro-batches
         grad_norms = []  # one for each optimizer step
         difference = 0.0  # between the log-probs of sampling and of training: should be near 0
         for _ in range(args.update_epochs):
-            for minibatch in torch.randperm(len(rows), device=args.device).chunk(args.num_minibatches):
+            for minibatch in torch.randperm(len(rows)).to(args.device).chunk(args.num_minibatches):
                 # Counts of the whole step: the loss does not depend on micro-batches and ranks.
                 num_sequences = len(minibatch) * WORLD_SIZE
                 num_tokens = total(rollout["response_mask"][minibatch])
@@ -378,28 +378,31 @@ def main(args):
                         difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
                     loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                     loss.backward()
-                    for name, value in batch_stats.items():
-                        stats[name] += value
+                    stats.update(batch_stats)  # adds them
                 grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
 
         # 8. Metrics, over all ranks
         response_tokens = total(rollout["response_mask"])
         metrics = {
-            "score": total(rollout["raw_scores"]) / args.batch_size,
-            "truncated": total(rollout["truncated"]) / args.batch_size,
+            "score": mean(rollout["raw_scores"]),
+            "truncated": mean(rollout["truncated"]),
             "response_length": response_tokens / args.batch_size,
             "entropy": total(rollout["entropy"]) / response_tokens,  # mean per token
             "logprob_difference": total(difference),  # mean per token
             "grad_norm": float(sum(grad_norms)) / len(grad_norms),
             "learning_rate": learning_rate,
             "tokens_per_second": response_tokens / (time.time() - began),
+            "sampling_seconds": sampling_seconds,
         }
         if reference:
-            metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
+            metrics["kl"] = mean(rollout["kl"])  # sum over a response
         if k > 1:
             groups = rollout["raw_scores"].view(-1, k)
-            # The share of prompts to whose responses the reward gives the same score
-            metrics["equal_groups"] = total(groups.amax(1) == groups.amin(1)) / num_prompts
+            metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
+            within = mean(groups.var(1))  # W; V is the variance of all scores
+            if within:  # V / W (k - 1) / k compares the batch's mean with the rest of the group as a baseline
+                variance = mean((groups - metrics["score"]).square()) / k
+                metrics["score_variance_ratio"] = variance / within * (k - 1) / k
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -409,7 +412,7 @@ def main(args):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, iteration, metrics)
         if args.log_every and iteration % args.log_every == 0:
-            log_samples(args, run_dir, iteration, tokenizer, rows, rollout)
+            log_samples(run_dir, iteration, tokenizer, rows, rollout)
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
 
@@ -433,7 +436,7 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 if RANK else 0)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -442,14 +445,9 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded, and give the toy its held-out prompts."""
     k = args.samples_per_prompt
     check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use >= {args.min_samples_per_prompt}")
-    unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)
-    check(
-        args.batch_size % unit == 0,
-        f"--batch_size {args.batch_size}: use a multiple of {unit}, for ranks, groups and --num_minibatches",
-    )
+    unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
+    check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: use a multiple of {unit}")
     check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
-    if args.model != Args.model and args.learning_rate == Args.learning_rate:
-        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-6")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
 
@@ -473,7 +471,6 @@ def autocast(args):
 
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
-    transformers.utils.logging.disable_progress_bar()
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -482,13 +479,10 @@ def load_model(args, name, auto_class):
         )
     except OSError as error:
         check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
-    # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
-    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
-    is_reward_model = "SequenceClassification" in found
-    wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
+    # transformers makes up missing weights, such as the head (score) of a policy given as a reward model.
     check(
-        is_reward_model == wants_reward_model and not info["missing_keys"],
-        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
+        not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
+        f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
     )
     check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
@@ -550,11 +544,9 @@ def exact_answer(completions, answer, **columns):
     ]
 
 
-def load_reward(args, name, rows):
+def load_reward(args, name):
     """A function of the lists prompts, completions, truncated and other columns: a score per completion."""
     if name == "exact_answer":
-        has_answers = all(row.get("answer") is not None for row in rows)
-        check(has_answers, "--reward exact_answer: a row has no `answer`; fill it in, or use another reward")
         return exact_answer
     if ".py:" in name:
         file, function = name.split(":")
@@ -595,15 +587,19 @@ def response_ids(rollout):
 def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
-    columns["prompts"] = columns.pop("prompt")
+    check(
+        reward is not exact_answer or "answer" in columns, "--reward exact_answer: add `answer` to the rows"
+    )
+    columns = copy.deepcopy(columns)  # so that a reward cannot change the dataset
     try:
         scores = reward(
+            prompts=columns.pop("prompt"),
             completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
             truncated=rollout["truncated"].tolist(),
-            **copy.deepcopy(columns),  # so that a reward cannot change the dataset
+            **columns,
         )
-    except SystemExit as error:  # which would end the run without a word
-        raise RuntimeError("the reward called sys.exit") from error
+    except SystemExit:  # which would end the run without a word
+        check(False, "--reward or --eval_reward: called sys.exit; let it return scores, or raise")
     scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
     is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
     check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
@@ -611,16 +607,23 @@ def score(reward, tokenizer, rows, rollout):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score of greedy responses, over all ranks, for each value of `group`."""
-    scores = torch.zeros(len(dataset), device=args.device)
-    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, but each with its own prompt
-    for first in range(RANK * size, len(dataset), WORLD_SIZE * size):
-        rows = dataset[first : first + size]
-        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=True)
+    """The mean score over all ranks, for each `group`; of n samples also pass@n, the mean of the best."""
+    torch.manual_seed(args.seed + RANK)  # main seeds each iteration, so that training does not depend on it
+    n = args.eval_samples or 1
+    all_rows = dataset * n  # of each response
+    scores = torch.zeros(len(all_rows), device=args.device)
+    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, but each with a prompt of its own
+    for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
+        rows = all_rows[first : first + size]
+        rollout = generate(
+            args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=not args.eval_samples
+        )
         scores[first : first + size] = score(reward, tokenizer, rows, rollout)
     groups = defaultdict(list)
-    for row, row_score in zip(dataset, all_sum(scores).tolist()):  # each rank has filled in its part
-        groups[f"eval/score/{row.get('group', 'all')}"].append(row_score)
+    for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
+        groups[f"eval/score/{row.get('group', 'all')}"] += row_scores
+        if n > 1:
+            groups[f"eval/pass@{n}/{row.get('group', 'all')}"].append(max(row_scores))
     return {name: sum(x) / len(x) for name, x in groups.items()}
 
 
@@ -645,7 +648,6 @@ def open_run(args, state, dataset):
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
-
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
@@ -677,23 +679,21 @@ def append(path, record):
 
 def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
-    shown = ("kl", "equal_groups", "tokens_per_second")
-    texts = [f"   {name} {metrics[name]:.3f}" for name in metrics if "score" in name or name in shown]
-    say(f"iteration {iteration:4}{''.join(texts)}")
+    shown = [
+        name for name in metrics if "score" in name or name in ("kl", "equal_groups", "tokens_per_second")
+    ]
+    say(f"iteration {iteration:4}{''.join(f'   {name} {metrics[name]:.3f}' for name in shown)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
 
-        if not wandb.run:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-        wandb.log(metrics, step=iteration)
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args)).log(metrics, step=iteration)
 
 
-def log_samples(args, run_dir, iteration, tokenizer, rows, rollout):
-    """Print and log a response to each of three prompts, with its score."""
-    responses = tokenizer.batch_decode(response_ids(rollout))
-    samples = list(zip(rows, responses, rollout["raw_scores"].tolist()))
-    for row, response, raw_score in samples[:: args.samples_per_prompt][:3]:
+def log_samples(run_dir, iteration, tokenizer, rows, rollout):
+    """Print and log the first three responses, with their scores."""
+    responses = tokenizer.batch_decode(response_ids(rollout)[:3])
+    for row, response, raw_score in zip(rows, responses, rollout["raw_scores"].tolist()):
         say(f"    {raw_score:5.2f}  {str(row['prompt'])[-80:]!r} -> {response!r}")
         sample = {"iteration": iteration, "prompt": row["prompt"], "response": response, "score": raw_score}
         append(f"{run_dir}/samples.jsonl", sample)

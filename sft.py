@@ -217,7 +217,7 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 if RANK else 0)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -249,7 +249,6 @@ def autocast(args):
 
 def load_model(args, name, auto_class):
     """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
-    transformers.utils.logging.disable_progress_bar()
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -258,13 +257,10 @@ def load_model(args, name, auto_class):
         )
     except OSError as error:
         check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
-    # transformers makes up missing weights, such as the head of a policy that is given as a reward model.
-    found = f"{model.config.architectures} with {len(info['missing_keys'])} weights missing"
-    is_reward_model = "SequenceClassification" in found
-    wants_reward_model = auto_class is transformers.AutoModelForSequenceClassification
+    # transformers makes up missing weights, such as the head (score) of a policy given as a reward model.
     check(
-        is_reward_model == wants_reward_model and not info["missing_keys"],
-        f"{name}: is a {found}; use a policy as --model, a reward model as --reward",
+        not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
+        f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
     )
     check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:

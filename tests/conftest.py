@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # so that stderr is empty
 os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time
 os.environ["WANDB_MODE"] = "disabled"
 

@@ -69,7 +69,7 @@ def without_clock(path: Path) -> list[dict]:
     """The lines of a .jsonl without the metrics that depend on the time."""
     lines = [json.loads(line) for line in path.open()]
     for line in lines:
-        for name in ("tokens_per_second", "pairs_per_second"):
+        for name in ("tokens_per_second", "pairs_per_second", "sampling_seconds"):
             line.pop(name, None)
     return lines
 

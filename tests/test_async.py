@@ -51,7 +51,7 @@ def train(module, ranks: int, run_dir, kill=(None, ""), **flags) -> list[int]:
 
 def assert_same_run(one, other):
     """To the last bit, except for times and metrics that the parent does not have."""
-    own = {"tokens_per_second", "staleness", "trainer_waited", "sampler_waited"}
+    own = {"tokens_per_second", "sampling_seconds", "staleness", "trainer_waited", "sampler_waited"}
     for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
         assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
     policies = [torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)]

@@ -91,6 +91,7 @@ def last_iteration(folder, seen: list[dict]):
 def check_rate(line: dict, unit: str, number: float, events: list) -> None:
     """Its time lies between what happened inside of it and what happened around it."""
     seconds = number / line.pop(f"{unit}_per_second")
+    assert 0 < line.pop("sampling_seconds", seconds / 2) < seconds
     steps = [when for name, when, _ in events if name == "step"]
     assert steps[-1] - events[1][1] <= seconds <= events[-1][1] - events[0][1]
 
@@ -144,6 +145,10 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
     k = args.samples_per_prompt
     if k > 1:
         line["equal_groups"] = mean(len({*scores[i : i + k]}) == 1 for i in range(0, len(scores), k))
+        if name == "dapo":  # of the batch
+            scores = driver.right_or_wrong([text for _, text in texts_of(tokenizer, rollouts)])
+        within = mean(statistics.variance(scores[i : i + k]) for i in range(0, len(scores), k))
+        line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]
@@ -152,7 +157,7 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         pairs = zip(rows_of("old_logprobs", rollouts), rows_of("ref_logprobs", rollouts))
         line["kl"] = mean(sum(old) - sum(ref) for old, ref in pairs)
     if name == "dapo":
-        line["rollouts"] = len(scores) / args.batch_size
+        line["rollouts"] = len(texts) / args.batch_size
     if name == "sdpo":
         line["demonstrations"] = mean(chain(*(x["has_demonstration"].tolist() for x in rollouts)))
     if name == "reinforce_pp_tools":

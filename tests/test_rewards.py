@@ -39,7 +39,7 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
         "old_logprobs": torch.zeros(len(texts)),
         "truncated": ~torch.tensor(ended),
     }
-    loaded = grpo.load_reward(grpo.Args(device="cpu", **flags), str(reward), rows)
+    loaded = grpo.load_reward(grpo.Args(device="cpu", **flags), str(reward))
     return grpo.score(loaded, tokenizer, rows, rollout)
 
 

@@ -4,6 +4,8 @@ import importlib
 import math
 import shutil
 import signal
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import resume
@@ -11,7 +13,7 @@ import sync
 import torch
 import transformers
 from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
-from zoo import recorded, refused, run
+from zoo import make_model, make_tokenizer, recorded, refused, run
 
 import grpo
 
@@ -59,7 +61,7 @@ def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
         run("grpo", **flags)
     mine = write_jsonl(tmp_path / "run" / "mine.jsonl", [{"iteration": 9}])
     run("grpo", **flags)
-    for name, numbers in (("metrics", [0, 1, 2, 3, 4, 5]), ("samples", [1, 1, 2, 2, 3, 3, 4, 4, 5, 5])):
+    for name, numbers in (("metrics", [0, 1, 2, 3, 4, 5]), ("samples", sorted([1, 2, 3, 4, 5] * 3))):
         assert [line["iteration"] for line in read_jsonl(tmp_path / "run" / f"{name}.jsonl")] == numbers
     assert read_jsonl(mine) == [{"iteration": 9}]
 
@@ -102,6 +104,44 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_n_sampled_responses_to_each_held_out_prompt(ranks, monkeypatch):
+    """Their mean and the mean of the best, in as many rows as a rollout has. On two ranks those of both."""
+    prompts = [f"{i} + 5 ?" for i in range(7)]
+    args, tokenizer = grpo.Args(eval_samples=3, batch_size=16, max_response_length=4), make_tokenizer()
+    rows = [{"prompt": x, "prompt_ids": tokenizer(x)["input_ids"], "group": x < "4"} for x in prompts]
+    scored, parts = recorded(monkeypatch, grpo, "score"), []
+    reward = lambda completions, **_: [float("8" in x or "6" in x) for x in completions]  # noqa: E731
+    monkeypatch.setattr(grpo, "WORLD_SIZE", ranks)
+    monkeypatch.setattr(grpo, "all_sum", lambda x: parts.append(x) or sum(parts))  # of the ranks so far
+    for rank in range(ranks):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        metrics = grpo.evaluate(args, make_model("llama"), tokenizer, reward, rows)
+    scores = {}
+    for (_, _, its_rows, _), its_scores in scored:
+        assert len(its_rows) <= 16 // ranks
+        for row, x in zip(its_rows, its_scores.tolist()):
+            scores.setdefault((row["group"], row["prompt"]), []).append(x)
+    assert {len(x) for x in scores.values()} == {3} and {0, 1, 2, 3} & {sum(x) for x in scores.values()}
+    for group in (True, False):
+        of_group = [x for key, x in scores.items() if key[0] == group]
+        assert metrics.pop(f"eval/score/{group}") == pytest.approx(fmean(map(fmean, of_group)))
+        assert metrics.pop(f"eval/pass@3/{group}") == pytest.approx(fmean(map(max, of_group)))
+    assert not metrics
+
+
+def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
+    runs = {}
+    for n, every in ((0, 0), (2, 1), (2, 3)):
+        run("grpo", run_dir=tmp_path / f"{n}{every}", **flags | {"eval_samples": n, "eval_every": every})
+        lines = resume.without_clock(tmp_path / f"{n}{every}" / "metrics.jsonl")
+        runs[every] = {line["iteration"]: line for line in lines}
+    for iteration in range(1, 6):
+        training = [{k: x for k, x in of[iteration].items() if "eval" not in k} for of in runs.values()]
+        assert training[0] == training[1] == training[2]
+    assert runs[1][0] == runs[3][0] and runs[1][3] == runs[3][3] and "eval/pass@2/8" in runs[1][0]
+
+
 @pytest.mark.parametrize("kl_coef", [0.01, 0.0])
 def test_without_a_kl_there_is_no_reference(kl_coef, tmp_path, monkeypatch):
     copies = recorded(monkeypatch, grpo.copy, "deepcopy")
@@ -129,8 +169,8 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
     import wandb
 
     logged, options = [], {}
-    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x))
-    monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
+    log = lambda metrics, step: logged.append({"iteration": step} | metrics)  # noqa: E731
+    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x) or SimpleNamespace(log=log))
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
     assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
     assert options["id"] == "mine" and options["resume"] == "allow" and options["config"]["batch_size"] == 16

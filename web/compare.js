@@ -94,6 +94,24 @@ function unfold(open) {
   $("fold").setAttribute("aria-pressed", open);
 }
 
+const countOf = (pair) => (HUNKS[pair] ?? []).reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
+
+/** A table of all pairs of scripts with the number of lines that differ, and the names to choose from. */
+function drawPairs() {
+  const names = Object.keys(SCRIPTS);
+  const cell = (pair) => {
+    const count = countOf(pair);
+    const share = Math.min(Math.round(4 * Math.sqrt(count)), 100); // how strong the colour is
+    return `<td style="--share:${share}%">${count ? `<a href="#${pair}">${count}</a>` : ""}</td>`;
+  };
+  const head = names.map((name) => `<th scope="col"><span>${name}</span></th>`);
+  const row = (a) => `<tr><th scope="row">${a}</th>${names.map((b) => cell(`${a}..${b}`)).join("")}</tr>`;
+  $("matrix").innerHTML =
+    `<table class="matrix"><thead><tr><th></th>${head.join("")}</tr></thead>${names.map(row).join("")}</table>`;
+  for (const side of ["a", "b"])
+    $(side).insertAdjacentHTML("beforeend", names.map((name) => `<option>${name}</option>`).join(""));
+}
+
 /** What the address says: two scripts, or else all pairs. */
 function show() {
   const wanted = location.hash.slice(1);
@@ -104,10 +122,8 @@ function show() {
   $("unknown").textContent = isKnown || !wanted ? "" : `There are no two scripts "${wanted}".`;
   [$("a").value, $("b").value] = [a, b];
   if (!isKnown) return;
-  const count = HUNKS[wanted].reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
-  $("count").textContent = `${count} lines differ`;
-  const title = ({ path, title, section }) =>
-    `<p><a href="${path}.html">${path}</a> ${title} <a href="${section}">${section && "more"}</a></p>`;
+  $("count").textContent = `${countOf(wanted)} lines differ`;
+  const title = ({ path, title }) => `<p><a href="${path}.html">${path}</a> ${title}</p>`;
   $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
   draw(a, b);
   unfold(false);
@@ -133,4 +149,5 @@ addEventListener("keydown", press, true);
 // A selection stays on the side where it begins.
 $("diff").onpointerdown = ({ target }) => ($("diff").dataset.select = target.closest(".a, .b")?.className);
 addEventListener("hashchange", show);
+drawPairs();
 show();

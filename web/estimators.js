@@ -1,16 +1,15 @@
-// Estimators of policy scripts in JavaScript, for the page Playground. One function per script, with the script's
-// default flags; a script without one has no card there. tests/web/test_site.py compares them with the scripts.
+// Estimators of policy scripts in JavaScript, for the page Train it. One function per script, with the script's default
+// flags but for beta; a script without one is not on that page. tests/web/test_site.py compares them with the scripts.
 //
-// A batch is {k, maxLength, responses}: k responses to each prompt, those of the first prompt first, and one optimizer
-// step for all of them. A response is {reward, greedy, logRatios, old, ref, teacher, values}:
+// A batch is {k, beta, maxLength, responses}: k responses to each prompt, those of the first prompt first, and one
+// optimizer step for all of them. A response is {reward, greedy, logRatios, old, ref, values}:
 //   reward      its score                             greedy   the score of the greedy response to its prompt
 //   logRatios   log(pi_theta / pi_old) of each token  old      log pi_old of each token
-//   ref         log pi_ref of each token              teacher  the teacher's log-prob of each token
-//   values      the critic's value before each token
+//   ref         log pi_ref of each token              values   the critic's value before each token
 //
 // Each function returns {advantages, weights, clipped}: a list per response, with an entry per token. The weight of a
-// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss. What a clip can
-// stop is in stops: "token" or "response"; without it, nothing.
+// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss. And share, a
+// function: how much one token counts in the loss.
 
 const sum = (xs) => xs.reduce((total, x) => total + x, 0);
 const mean = (xs) => sum(xs) / xs.length;
@@ -31,7 +30,7 @@ const rewards = (batch) => batch.responses.map((response) => response.reward);
 const klToGo = ({ old, ref }, t) => sum(old.slice(t).map((x, s) => x - ref[t + s]));
 
 /** The reward of a whole response, with the KL penalty. */
-const penalizedRewards = (batch) => batch.responses.map((response) => response.reward - 0.01 * klToGo(response, 0));
+const penalizedRewards = (batch) => batch.responses.map((response) => response.reward - batch.beta * klToGo(response, 0));
 
 /** f(values of the group) for each group of k values, which returns k values. */
 function inGroups(batch, values, f) {
@@ -63,7 +62,6 @@ function whitened(lists) {
 
 // --- losses ------------------------------------------------------------------------------------------------
 
-// How much one token counts in the loss.
 const meanOverTokens = (batch) => 1 / sum(batch.responses.map((response) => response.logRatios.length));
 const meanOverResponses = (batch) => 1 / batch.responses.length;
 const overLength = (batch, response) => 1 / (batch.responses.length * response.logRatios.length);
@@ -71,6 +69,7 @@ const overMaxLength = (batch) => 1 / (batch.responses.length * batch.maxLength);
 
 /** REINFORCE: the weight of a token is its advantage. */
 const reinforceLoss = (batch, advantages, share) => ({
+  share,
   advantages,
   weights: eachToken(batch, (response, t, i) => share(batch, response) * advantages[i][t]),
   clipped: eachToken(batch, () => false),
@@ -84,15 +83,15 @@ function clippedLoss(batch, advantages, share, low = 0.2, high = 0.2, klPull = (
   });
   const weights = eachToken(batch, (response, t, i) => {
     const push = clipped[i][t] ? 0 : Math.exp(response.logRatios[t]) * advantages[i][t];
-    return share(batch, response) * (push + klPull(response, t));
+    return share(batch, response) * (push + batch.beta * klPull(response, t));
   });
-  return { advantages, weights, clipped, stops: "token" };
+  return { share, advantages, weights, clipped };
 }
 
-// Two KL terms of a loss: minus beta times their derivative, with d = log(pi_theta / pi_ref).
+// Two KL terms of a loss: minus their derivative, with d = log(pi_theta / pi_ref).
 const logRefRatio = ({ old, logRatios, ref }, t) => old[t] + logRatios[t] - ref[t];
-const k2Pull = (response, t) => -0.01 * logRefRatio(response, t);
-const k3Pull = (response, t) => -0.01 * (1 - Math.exp(-logRefRatio(response, t)));
+const k2Pull = (response, t) => -logRefRatio(response, t);
+const k3Pull = (response, t) => Math.exp(-logRefRatio(response, t)) - 1;
 
 // --- scripts -----------------------------------------------------------------------------------------------
 
@@ -129,13 +128,13 @@ function raft(batch) {
 }
 
 function remax(batch) {
-  const klPenalty = (response, t) => 0.01 * klToGo(response, t);
+  const klPenalty = (response, t) => batch.beta * klToGo(response, t);
   const advantages = eachToken(batch, (response, t) => response.reward - response.greedy - klPenalty(response, t));
   return reinforceLoss(batch, advantages, meanOverTokens);
 }
 
 function reinforce_pp(batch) {
-  const returns = eachToken(batch, (response, t) => response.reward - 0.01 * klToGo(response, t));
+  const returns = eachToken(batch, (response, t) => response.reward - batch.beta * klToGo(response, t));
   return clippedLoss(batch, whitened(returns), meanOverTokens);
 }
 
@@ -154,7 +153,7 @@ function ppo(batch) {
     const result = [];
     for (let t = values.length - 1; t >= 0; t--) {
       const isLast = t == values.length - 1;
-      const tokenReward = -0.01 * (old[t] - ref[t]) + (isLast ? reward : 0);
+      const tokenReward = -batch.beta * (old[t] - ref[t]) + (isLast ? reward : 0);
       const delta = tokenReward + (isLast ? 0 : values[t + 1]) - values[t];
       result[t] = delta + (isLast ? 0 : lambda * result[t + 1]);
     }
@@ -189,7 +188,7 @@ function gspo(batch) {
     const average = mean(response.logRatios);
     return { ...response, logRatios: response.logRatios.map(() => average) };
   });
-  return { ...clippedLoss({ ...batch, responses }, advantages, overLength, 3e-4, 4e-4), stops: "response" };
+  return clippedLoss({ ...batch, responses }, advantages, overLength, 3e-4, 4e-4);
 }
 
 function cispo(batch) {
@@ -228,7 +227,7 @@ function dppo(batch) {
   const weighted = eachToken(batch, ({ logRatios }, t, i) =>
     clipped[i][t] ? 0 : Math.min(Math.exp(logRatios[t]), maxRatio) * advantages[i][t],
   );
-  return { ...reinforceLoss(batch, weighted, meanOverTokens), advantages, clipped, stops: "token" };
+  return { ...reinforceLoss(batch, weighted, meanOverTokens), advantages, clipped };
 }
 
 /** FlashREINFORCE leaves out a response whose mean KL over two outcomes, this token or any other, is above delta. */
@@ -244,109 +243,10 @@ function flash_reinforce(batch) {
   const weighted = eachToken(batch, ({ logRatios }, t, i) =>
     clipped[i][t] ? 0 : Math.exp(logRatios[t]) * advantages[i][t],
   );
-  return { ...reinforceLoss(batch, weighted, overLength), advantages, clipped, stops: "response" };
-}
-
-function distill(batch) {
-  const advantages = eachToken(batch, ({ old, teacher }, t) => teacher[t] - old[t]);
-  return reinforceLoss(batch, advantages, meanOverTokens);
+  return { ...reinforceLoss(batch, weighted, overLength), advantages, clipped };
 }
 
 const ESTIMATORS = {
   ...{ reinforce, rloo, opo, raft, remax, reinforce_pp, reinforce_pp_baseline, ppo, grpo, dr_grpo, dapo, gspo, cispo },
-  ...{ maxrl, sapo, dppo, flash_reinforce, distill },
-};
-
-// --- what the page starts from -----------------------------------------------------------------------------
-
-const MAX_LENGTH = 40; // max_response_length of the scripts
-const PROBABILITY = 0.5; // pi_old of each token
-
-/** The batch of {prompts: [{greedy, responses: [{reward, logRatios}]}], teacher}, where teacher is a probability. */
-function batchOf({ prompts, teacher }) {
-  const responses = prompts.flatMap(({ greedy, responses }) =>
-    responses.map(({ reward, logRatios }) => {
-      const fill = (x) => logRatios.map(() => x);
-      const old = fill(Math.log(PROBABILITY));
-      return { reward, greedy, logRatios, old, ref: old, teacher: fill(Math.log(teacher)), values: fill(0) };
-    }),
-  );
-  return { k: prompts[0].responses.length, maxLength: MAX_LENGTH, responses };
-}
-
-/** "4x1_8,0_24_3*0.2": four responses with reward 1 and 8 tokens; one with reward 0, 24 tokens, and 3 more tokens that
- * have the log-ratio 0.2. Never more than 9 responses, nor 41 tokens each, whatever the text says. */
-const parseResponses = (text) =>
-  text
-    .split(",")
-    .flatMap((part) => {
-      const copies = part.match(/^(\d+)x/)?.[1] ?? "1";
-      const [reward, ...runs] = part.replace(/^\d+x/, "").split("_");
-      const logRatios = runs.flatMap((run) => {
-        const [count, logRatio = "0"] = run.split("*");
-        const tokens = clamp(Math.trunc(Number(count)) || 0, 0, MAX_LENGTH + 1);
-        return Array(tokens).fill(Number(logRatio));
-      });
-      const response = () => ({ reward: reward ? Number(reward) : NaN, logRatios: [...logRatios] });
-      return Array.from({ length: Math.min(Number(copies), 9) }, response);
-    })
-    .slice(0, 9);
-
-const prompt = (responses, greedy) => ({ greedy, responses: parseResponses(responses) });
-const preset = (title, says, ...prompts) => ({ title, says, group: { prompts, teacher: 0.8 } });
-
-// Each says what to look at.
-const PRESETS = {
-  length: preset(
-    "A long wrong answer, a long right one",
-    "A8 and B1 are long. In grpo.py, gspo.py, sapo.py and flash_reinforce.py, a token of theirs gets 1/3 of the push " +
-      "of a token of a short answer: a short right answer gains most per token, a long wrong one loses least. In " +
-      "dr_grpo.py and most others, the push of a token does not depend on the length.",
-    prompt("4x1_8,3x0_8,0_24", 1),
-    prompt("1_24,3x1_8,4x0_8", 0),
-  ),
-  success: preset(
-    "One success in eight",
-    "Only A1 is right. grpo.py and most others push it up 7 times as hard as they push each of A2 to A8 down, and " +
-      "give prompt B no push. remax.py pushes A1 alone: the others have the reward of the greedy answer.",
-    prompt("1_8,7x0_8", 0),
-    prompt("8x0_8", 0),
-  ),
-  equal: preset(
-    "All rewards equal",
-    "Where all answers to a prompt have the same reward, most scripts give no push. reinforce.py, reinforce_pp.py " +
-      "and ppo.py compare the two prompts, and push A up and B down. raft.py imitates A1 and B1.",
-    prompt("8x1_8", 1),
-    prompt("8x0_8", 0),
-  ),
-  outlier: preset(
-    "An outlier reward",
-    "The reward 10 of A1 raises the mean, so that grpo.py, rloo.py and most others push the right answers A2, A3 and " +
-      "A4 down. remax.py pushes them up: its baseline is the reward of the greedy answer.",
-    prompt("10_8,3x1_8,4x0_8", 0),
-    prompt("4x1_8,4x0_8", 0),
-  ),
-  signs: preset(
-    "Rewards −1 and 1",
-    "With rewards 0 and 1, grpo.py and reinforce_pp.py would push the same: they divide by a standard deviation. " +
-      "rloo.py and dr_grpo.py would push half as hard. maxrl.py divides by the mean reward, which is negative for " +
-      "prompt B, and so pushes the right answers B1, B2 and B3 down.",
-    prompt("5x1_8,3x-1_8", 1),
-    prompt("3x1_8,5x-1_8", -1),
-  ),
-  prompts: preset(
-    "An easy and a hard prompt",
-    "Six answers to prompt A are right, and one to prompt B. maxrl.py pushes B 3.5 times as hard as A, all answers " +
-      "together. grpo.py pushes B less hard than A, and rloo.py and reinforce_pp_baseline.py even less.",
-    prompt("6x1_8,2x0_8", 1),
-    prompt("1_8,7x0_8", 0),
-  ),
-  moved: preset(
-    "The policy has moved",
-    "The clip of grpo.py stops tokens that have already moved far in the wanted direction. dppo.py stops fewer, and " +
-      "gspo.py and flash_reinforce.py whole responses. cispo.py and sapo.py stop none. In rloo.py, the log-ratios " +
-      "change nothing.",
-    prompt("1_4*0.1_4,1_8*0.15,1_2*0.3_6,1_8*-0.1,2x0_8*-0.1,0_3*-0.4_5,0_8*0.2", 1),
-    prompt("1_2*0.5_6*0.1,1_8,2x0_8*-0.15,0_2*0.4_6,0_4*-0.3_4,2x0_8", 0),
-  ),
+  ...{ maxrl, sapo, dppo, flash_reinforce },
 };

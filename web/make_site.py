@@ -22,9 +22,8 @@ WEB, WORK, SITE = ROOT / "web", ROOT / ".site", ROOT / "site"
 sys.path.append(str(ROOT / "tools"))
 import sync  # noqa: E402
 
-GUIDE = (
-    "bugs metrics exact methods variants stages recipes results scaling".split()
-)  # then what else docs/ has
+GUIDE = "bugs metrics exact methods variants stages recipes results scaling".split()  # then the others
+PAGES = {"Compare": "compare", "Train it": "train"}  # of web/
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)  # of git diff
 TEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -43,22 +42,10 @@ def hunks(a: Path, b: Path) -> list[list[int]]:
     return found
 
 
-def matrix_of(names: list[str], differences: dict[str, list]) -> str:
-    """A table of all pairs of scripts with the number of lines that differ."""
-
-    def cell(a: str, b: str) -> str:
-        count = sum(a1 - a0 + b1 - b0 for a0, a1, b0, b1 in differences.get(f"{a}..{b}", []))
-        share = min(round(4 * count**0.5), 100)  # how strong the colour is
-        link = f'<a href="compare.html#{a}..{b}">{count}</a>' if a != b else ""
-        return f'<td style="--share:{share}%">{link}</td>'
-
-    head = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
-    rows = "".join(f'<tr><th scope="row">{a}</th>{"".join(cell(a, b) for b in names)}</tr>' for a in names)
-    return f'<table class="matrix"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>'
-
-
 def page_of(path: Path) -> Path:
     """The page that a file of the repository becomes, before zensical makes HTML of it."""
+    if path.suffix == ".html":
+        return WORK / "pages" / f"{path.stem}.md"
     name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
     return WORK / "pages" / (name if path.suffix in (".md", ".png") else f"{name}.md")
 
@@ -73,7 +60,7 @@ def write_pages(scripts: dict[str, Path]) -> None:
             file = file / "README.md" if file.is_dir() else file
             if not file.is_file() or not file.is_relative_to(ROOT):
                 return match[0]
-            if file not in todo:
+            if file not in todo and file.suffix != ".html":
                 todo.append(file)
             return os.path.relpath(page_of(file), page_of(path).parent)
 
@@ -93,8 +80,8 @@ def write_settings() -> None:
     """web/zensical.yml with the navigation."""
     pages = sorted({path.stem for path in ROOT.glob("docs/*.md")} - {"learn", *GUIDE})
     guide = [f"{name}.md" for name in [*GUIDE, *pages] if (ROOT / "docs" / f"{name}.md").exists()]
-    nav = [{name.title(): f"{name}.md"} for name in ("learn", "compare", "playground")]
-    nav = [{"Home": "index.md"}, *nav, {"Guide": [*guide, "CONTRIBUTING.md"]}]
+    nav = [{title: f"{name}.md"} for title, name in [("Home", "index"), ("Learn", "learn"), *PAGES.items()]]
+    nav.append({"Guide": [*guide, "CONTRIBUTING.md"]})
     (WORK / "zensical.yml").write_text(f"{(WEB / 'zensical.yml').read_text()}nav: {json.dumps(nav)}\n")
 
 
@@ -106,42 +93,36 @@ def mathml(match: re.Match) -> str:
     return f'<{tag} class="math">{result}</{tag}>'
 
 
-def write_data(scripts: dict[str, Path], differences: dict[str, list]) -> None:
-    """What Compare and Playground show, as a script: a page that is opened from disk may not fetch.
+def write_data(scripts: dict[str, Path]) -> None:
+    """What Compare shows, as a script: a page that is opened from disk may not fetch.
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
     """
-    sections, numbers, data = {}, {}, {}
-    for path in ROOT.glob("docs/*.md"):
-        for heading in re.findall(r"^#+ (\w+)$", path.read_text(), re.MULTILINE):
-            sections[heading] = f"{path.stem}.html#{heading}"
+    numbers, data = {}, {}
     for name, path in scripts.items():
         source = path.read_text()
         lines = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         own = [numbers.setdefault(line, len(numbers)) for line in lines]
-        section = sections.get(name) or sections.get(name.rpartition("_")[2], "")  # grpo_lora: lora
-        about = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "section": section}
-        data[name] = about | {"lines": own}
+        data[name] = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "lines": own}
+    differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
     constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())
-    (WORK / "pages" / "assets" / "data.js").write_text("".join(constants))
+    (WORK / "pages" / "data.js").write_text("".join(constants))
 
 
 def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     readme = (ROOT / "README.md").read_text()
     scripts = dict(sorted(sync.paths().items(), key=lambda item: readme.find(f"| [`{item[0]}.py`]")))
-    differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
     write_pages(scripts)
-    matrix = matrix_of(list(scripts), differences)
-    options = "".join(f"<option>{name}</option>" for name in scripts)
-    text = (WEB / "compare.html").read_text().replace("{matrix}", matrix).replace("{options}", options)
-    (WORK / "pages" / "compare.md").write_text(text)
-    shutil.copy(WEB / "playground.html", WORK / "pages" / "playground.md")
-    others = shutil.ignore_patterns("*.py", "*.html", "*.yml", "__*")
-    shutil.copytree(WEB, WORK / "pages" / "assets", ignore=others)
-    write_data(scripts, differences)
+    for title, name in PAGES.items():
+        body = (WEB / f"{name}.html").read_text().rpartition("<body>\n")[2]
+        head = f"---\ntitle: {title}\nhide: [navigation, toc, footer]\n---\n"
+        (WORK / "pages" / f"{name}.md").write_text(head + body)
+    for path in [WEB / "site.css", *WEB.glob("*.js")]:
+        shutil.copy(path, WORK / "pages")
+    write_data(scripts)
     write_settings()
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", WORK / "zensical.yml"]
     subprocess.run(command, check=True)

@@ -1,8 +1,9 @@
-"""The site, opened from disk in a browser without a network, and web/estimators.js against the scripts."""
+"""The site, opened from disk in a browser without a network, and its JavaScript against the scripts and the toy."""
 
 import importlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
 
@@ -20,6 +21,19 @@ SITE = ROOT / "site"
 PATHS = sync.paths()
 # A port to JavaScript is optional.
 PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.js").read_text(), re.MULTILINE)
+BETA = 0.3
+GRADIENTS = """() => { // of score - 0.3 KL, on a policy that has moved: by differences, and by rloo on all pairs
+    const run = newRun({ method: "rloo", prompts: 1, k: 2, beta: 0.3, right: 1, seed: 1 });
+    const [prompt, policy, found] = [run.prompts[0], START.map((x, n) => x + Math.sin(n)), START.map(() => 0)];
+    const goal = ({ accuracy, distance }) => accuracy - 0.3 * distance;
+    const at = (n, d) => goal(exact([prompt], policy.map((x, m) => (m == n ? x + d : x))));
+    const chance = ({ tokens }) => Math.exp(logProbOf(tokens, policy));
+    for (const a of prompt.responses) for (const b of prompt.responses) {
+        const rollout = [a, b].map((response) => ({ prompt, greedy: 0, ...response }));
+        const { weights } = pushes({ ...run, policy, old: policy, rollout });
+        gradient(rollout, weights, policy).forEach((x, n) => (found[n] += chance(a) * chance(b) * x));
+    }
+    return [found, policy.map((_, n) => (at(n, 1e-5) - at(n, -1e-5)) / 2e-5)]; }"""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +78,7 @@ def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
         links |= dict.fromkeys(page.evaluate("[...document.links].map(link => link.href)"), path.name)
     for link, name in links.items():
         file, _, anchor = link.partition("#")
-        is_page = file.endswith(("compare.html", "playground.html"))  # they read what stands behind the #
+        is_page = file.endswith(("compare.html", "train.html"))  # they read what stands behind the #
         target = file if is_page or not anchor else link
         assert not link.startswith("file:") or target in targets, (name, link)
 
@@ -145,10 +159,10 @@ def batch_of(rollout: dict) -> dict:
         names = ("old_logprobs", "new_logprobs", "ref_logprobs", "values")
         old, now, ref, values = (rows[name][i][: sum(rows["response_mask"][i])] for name in names)
         own = {"reward": rows["scores"][i], "greedy": rows["greedy_scores"][i], "old": old, "values": values}
-        return own | {"ref": ref, "teacher": ref, "logRatios": [b - a for a, b in zip(old, now)]}
+        return own | {"ref": ref, "logRatios": [b - a for a, b in zip(old, now)]}
 
     count = len(rows["scores"])
-    return {"k": count // 4, "maxLength": 12, "responses": [response(i) for i in range(count)]}
+    return {"k": count // 4, "beta": BETA, "maxLength": 12, "responses": [response(i) for i in range(count)]}
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -157,12 +171,58 @@ def test_javascript_computes_what_the_script_does(name, visit):
     script, rollouts = importlib.import_module(name), [random_rollout(seed) for seed in range(60)]
     text = json.dumps([batch_of(rollout) for rollout in rollouts])  # playwright is slow with lists
     compute = f"text => JSON.stringify(JSON.parse(text).map({name}))"
-    results = json.loads(visit("playground.html").evaluate(compute, text))
+    results = json.loads(visit("train.html").evaluate(compute, text))
     for seed, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
         args, mask = script.Args(samples_per_prompt=2 + seed % 3), rollout["response_mask"]
         args.max_response_length = 12
+        args.kl_coef = BETA if args.kl_coef else 0.0
         rollout |= script.compute_advantages(args, rollout)
         _, push = loss_and_push(script, args, rollout, rollout["new_logprobs"], len(mask), mask.sum().item())
         for key, expected in (("advantages", rollout["advantages"]), ("weights", push)):
             found = [x for row in result[key] for x in row]
             assert found == pytest.approx(expected[mask].tolist(), rel=1e-6, abs=1e-9)
+
+
+def test_rloo_has_the_exact_gradient_on_the_page(visit):
+    found, expected = visit("train.html").evaluate(GRADIENTS)
+    assert found == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_tree_is_that_of_the_toy():
+    measured = runpy.run_path(ROOT / "web" / "make_tree.py")["tree_js"]()
+    written, number = (ROOT / "web" / "tree.js").read_text(), re.compile(r"0\.\d+")
+    assert number.sub("", written) == number.sub("", measured)
+    expected = [float(x) for x in number.findall(measured)]
+    assert [float(x) for x in number.findall(written)] == pytest.approx(expected, abs=1e-6)
+
+
+# P(think) after 100 rollouts.
+ENDS = {"": 0.97, "beta=1": 0.53, "beta=1&bug=kl_loss": 0.97, "method=grpo&bug=ratio_reference": 0.49}
+ENDS |= {
+    "method=dr_grpo&right=0.1": 0.58,
+    "method=grpo&right=0.1": 0.99,
+    "method=grpo&prompts=4&bug=axis": 0.61,
+}
+
+
+def test_an_address_trains_as_a_lesson_says(visit):
+    for address, think in ENDS.items():
+        page = visit(f"train.html#{address}&run=100")
+        assert page.evaluate("run.log[100].think") == pytest.approx(think, abs=0.03), address
+
+
+def test_buttons_keys_and_the_links_of_lessons(visit):
+    page = visit("../web/train.html")  # it opens without the site, too
+    page.click("#run")
+    playwright.expect(page.locator("#said")).to_contain_text("Rollout 100: P(think) 0.98")
+    page.click("#again")
+    page.click("#step")
+    assert page.evaluate("run.policy[0] > START[0] && run.policy[1] < START[1]")
+    page.focus("#rows")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#said").startswith("think: probability")
+    for link in page.locator("#lessons a").all():
+        link.click()
+        for part in filter(None, link.get_attribute("href")[1:].split("&")):
+            name, value = part.split("=")
+            assert name == "run" or page.locator(f"[name={name}]").input_value() == value

@@ -1,0 +1,350 @@
+// The page Train it: a policy that is a tree of choices, those of tree.js, trained in the browser by estimators.js.
+//
+// The address holds what differs from the page's defaults: train.html#method=grpo&k=4&rate=3. Names and values are
+// those of the controls in train.html (method, bug, prompts, k, rate, beta, steps, right, seed, colour); run=30 trains
+// 30 rollouts at once. The lessons at the end of train.html are such addresses; docs/learn.md links them.
+
+// --- the policy: a list of the logits of all choices ----------------------------------------------------------
+
+const START = []; // before training: the reference
+
+const choiceOf = (probabilities) => {
+  const at = START.length;
+  return { at, end: START.push(...probabilities.map((p) => Math.log(p))) };
+};
+
+const THINK = choiceOf(TREES[0].first); // or answer; all prompts share this choice
+
+/** All responses to a prompt: the right one, its slips, ten guesses. A token without a choice has probability 1. */
+function promptOf({ prompt, answer, digits, steps }) {
+  const token = (text, choice, option) => ({ text: text.replace(/[<>]/g, ""), choice, option });
+  const path = [token("think", THINK, 0)];
+  const slips = steps.map(([text, p, slip, score]) => {
+    const choice = choiceOf([p, 1 - p]);
+    const [other, ...rest] = slip.split(" ");
+    const tokens = [...path, token(other, choice, 1), ...rest.map((word) => token(word))];
+    path.push(token(text, choice, 0));
+    return { score, tokens };
+  });
+  const digit = choiceOf(digits);
+  const guesses = digits.map((_, d) => {
+    const tokens = [token("answer", THINK, 1), token(`${d}`, digit, d), token("eos")];
+    return { isGuess: true, score: Number(d == answer), tokens };
+  });
+  return { prompt, responses: [{ score: 1, tokens: path }, ...slips, ...guesses] };
+}
+
+const PROMPTS = TREES.map(promptOf);
+
+/** Log-probs of the options of a choice. */
+function logProbs({ at, end }, policy) {
+  const logits = policy.slice(at, end);
+  const largest = Math.max(...logits);
+  const norm = largest + Math.log(sum(logits.map((x) => Math.exp(x - largest))));
+  return logits.map((x) => x - norm);
+}
+
+const logProb = ({ choice, option }, policy) => (choice ? logProbs(choice, policy)[option] : 0);
+const logProbOf = (tokens, policy) => sum(tokens.map((token) => logProb(token, policy)));
+
+/** The score of the response that takes the likeliest option each time. */
+function greedyScore({ responses }, policy) {
+  const isBest = (x) => !x.choice || logProb(x, policy) == Math.max(...logProbs(x.choice, policy));
+  return responses.find(({ tokens }) => tokens.every(isBest)).score;
+}
+
+/** What the policy is: sums over all responses times their probability, and the mean over the prompts. */
+function exact(prompts, policy) {
+  const over = (f) => {
+    const term = (x) => Math.exp(logProbOf(x.tokens, policy)) * f(x);
+    return mean(prompts.map(({ responses }) => sum(responses.map(term))));
+  };
+  return {
+    think: over(({ isGuess }) => (isGuess ? 0 : 1)),
+    lucky: over(({ isGuess, score }) => (isGuess ? score : 0)),
+    accuracy: over(({ score }) => score),
+    greedy: mean(prompts.map((prompt) => greedyScore(prompt, policy))),
+    distance: over(({ tokens }) => logProbOf(tokens, policy) - logProbOf(tokens, START)), // KL
+    length: over(({ tokens }) => tokens.length),
+  };
+}
+
+// --- training ------------------------------------------------------------------------------------------------
+
+const LENGTH = exact(PROMPTS.slice(0, 1), START).length; // 6.6, the mean length before training
+const MAX_LENGTH = 40; // of a response, in the scripts
+
+function newRun(settings) {
+  let x = (settings.seed * 123456789) % 2147483647 || 1;
+  const random = () => (x = (x * 16807) % 2147483647) / 2147483647; // between 0 and 1, by Lehmer's method
+  const prompts = PROMPTS.slice(0, settings.prompts);
+  return sample({ settings, prompts, random, policy: START, values: new Map(), log: [] });
+}
+
+/** A rollout: k responses to each prompt. */
+function sample(run) {
+  const { settings, prompts, policy } = run;
+  run.old = settings.bug == "temperature" ? policy.map((x) => x / 0.7) : policy; // what is sampled from
+  run.ref = settings.bug == "reference" ? policy : START;
+  run.rollout = prompts.flatMap((prompt) => {
+    const chances = prompt.responses.map(({ tokens }) => Math.exp(logProbOf(tokens, run.old)));
+    return Array.from({ length: settings.k }, () => {
+      let rest = run.random() * sum(chances);
+      const n = chances.findIndex((p) => (rest -= p) < 0);
+      return { prompt, greedy: greedyScore(prompt, policy), ...prompt.responses.at(n) };
+    });
+  });
+  const tokens = run.rollout.flatMap((response) => response.tokens);
+  const kl = (logProbOf(tokens, run.old) - logProbOf(tokens, run.ref)) / run.rollout.length;
+  const logprob_difference = mean(tokens.map((x) => Math.abs(logProb(x, run.old) - logProb(x, policy))));
+  run.log.push({ ...exact(prompts, policy), kl, logprob_difference });
+  return run;
+}
+
+/** What the functions of estimators.js take. */
+function batchOf({ settings: { method, k, bug, beta, right }, prompts, old, ref, rollout, policy, values }) {
+  const other = (i) => (bug == "axis" ? (i % k) * prompts.length + Math.floor(i / k) : i);
+  const responses = rollout.map(({ prompt, greedy, tokens }, i) => {
+    const [now, sampled, start] = [policy, old, ref].map((from) => tokens.map((token) => logProb(token, from)));
+    const below = { ratio_one: now, ratio_reference: start }[bug] ?? sampled; // the line of the ratio
+    return {
+      reward: right * rollout[other(i)].score,
+      greedy: right * greedy,
+      logRatios: now.map((x, t) => x - below[t]),
+      old: method == "grpo" || method == "reinforce_pp_baseline" ? below : sampled, // their KL takes old + logRatios
+      ref: start,
+      values: tokens.map((_, t) => values.get(tokens[t - 1] ?? prompt) ?? 0),
+    };
+  });
+  return { k, beta: { kl_sign: -beta, kl_loss: 0 }[bug] ?? beta, maxLength: MAX_LENGTH, responses };
+}
+
+/** {advantages, weights, clipped, share} of the rollout, as in estimators.js. The weight of a token is its push. */
+function pushes(run) {
+  const { method, beta, bug } = run.settings;
+  const batch = batchOf(run);
+  let result = ESTIMATORS[method](batch);
+  const baseline = { baseline: 0, low_baseline: -10 }[bug];
+  if (baseline != null && method == "reinforce") {
+    const advantages = penalizedRewards(batch).map((x) => x - baseline);
+    result = reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+  }
+  const weights = eachToken(batch, (response, t, i) => {
+    const [push, T] = [result.weights[i][t], response.logRatios.length];
+    if (bug == "kl_loss") return push - beta * result.share(batch, response); // k1 pushes all tokens alike
+    if (bug == "length") return push * (result.share == overLength ? T / LENGTH : LENGTH / T);
+    return push;
+  });
+  return { ...result, weights };
+}
+
+/** Minus the gradient of the loss: a token pushes its own logit by (1 - p), and the others of its choice by -p. */
+function gradient(rollout, weights, policy) {
+  const result = START.map(() => 0);
+  const add = ({ choice, option }, weight) =>
+    logProbs(choice, policy).forEach((x, n) => (result[choice.at + n] += weight * ((n == option) - Math.exp(x))));
+  rollout.forEach(({ tokens }, i) => tokens.forEach((token, t) => token.choice && add(token, weights[i][t])));
+  return result;
+}
+
+/** A step of SGD on the rollout. As in the scripts, a gradient longer than 1 is cut to 1. */
+function step(run) {
+  const { weights, clipped, share } = pushes(run);
+  // A loss that is divided by a number of tokens is smaller. That is made up for: all methods start at a like speed.
+  const factor = share == meanOverResponses ? 1 : share == overMaxLength ? MAX_LENGTH : LENGTH;
+  const g = gradient(run.rollout, weights, run.policy).map((x) => factor * x);
+  const grad_norm = Math.hypot(...g);
+  run.policy = run.policy.map((x, n) => x + (run.settings.rate * g[n]) / Math.max(grad_norm, 1));
+  Object.assign(run.log.at(-1), { grad_norm, clip_fraction: mean(clipped.flat().map(Number)) });
+}
+
+/** The critic of ppo is a table: a tenth of the way from the value before each token to the return after it. */
+function teachCritic({ rollout, values }, { beta, responses }) {
+  responses.forEach((response, i) =>
+    response.old.forEach((_, t) => {
+      const before = rollout[i].tokens[t - 1] ?? rollout[i].prompt;
+      const value = values.get(before) ?? 0;
+      values.set(before, value + 0.1 * (response.reward - beta * klToGo(response, t) - value));
+    }),
+  );
+}
+
+function iterate(run) {
+  for (let n = 0; n < run.settings.steps; n++) step(run);
+  if (run.settings.method == "ppo") teachCritic(run, batchOf(run));
+  sample(run);
+}
+
+// --- the page ------------------------------------------------------------------------------------------------
+
+const WIDE = 32; // a band of probability 1
+const $ = (id) => document.getElementById(id);
+const controls = [...$("train").querySelectorAll("select, input")];
+const control = (name) => controls.find((x) => x.name == name);
+let run; // in progress
+let twin; // the same without the bug, if there is one
+let before; // the run before
+let waiting; // rollouts that are still to come
+let summary; // the text beside the buttons
+
+const say = (text) => ($("said").textContent = text);
+const both = (act) => [run, twin].forEach((x) => x && act(x));
+const digits = (x) => (Math.abs(x) < 1e-4 ? "0" : Math.abs(x) < 0.1 ? x.toPrecision(2) : x.toFixed(2));
+const shown = (x = 0) => digits(x).replace("-", "−");
+
+/** A new run with the settings of the page. The one before it stays in grey. */
+function begin() {
+  if (run?.log.length > 5) before = run;
+  const settings = Object.fromEntries(controls.map(({ name, value }) => [name, isNaN(value) ? value : Number(value)]));
+  const bug = control("bug").selectedOptions[0].dataset.is ?? settings.bug; // of a mystery
+  run = newRun({ ...settings, bug });
+  twin = settings.bug == "none" ? null : newRun({ ...settings, bug: "none" });
+  waiting = 0;
+  for (const name of ["method", "bug"]) $(`${name}-says`).textContent = control(name).selectedOptions[0].title;
+  $("answer").hidden = !twin;
+  $("answer").open = false;
+  draw();
+}
+
+/** The settings of the address; the page's own where it has none. */
+function load() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  for (const element of controls) {
+    element.value = wanted.get(element.name) ?? element.dataset.start;
+    if (!element.value) element.value = element.dataset.start; // not one of its options
+  }
+  begin();
+  for (let n = Math.min(wanted.get("run") ?? 0, 500); n > 0; n--) both(iterate);
+  draw();
+}
+
+/** A policy as bands in SVG, each as wide as the probability p of its tokens; a ghost has neither words nor numbers. */
+function bandsOf({ responses }, policy, isGhost) {
+  let html = "";
+  const write = (x, y, text, kind = "") => `<text x="${x}" y="${y}" class="${kind}">${text}</text>`;
+  /** From the upper edge at fromY to the upper edge at toY. Returns the width. */
+  function band(kind, tokens, fromX, fromY, x, toY, label) {
+    const [p, start] = [policy, START].map((from) => Math.exp(logProbOf(tokens, from)));
+    const [from, y, bend] = [fromY + (WIDE * p) / 2, toY + (WIDE * p) / 2, (fromX + x) / 2];
+    const d = `d="M${fromX},${from}C${bend},${from} ${bend},${y} ${x},${y}"`;
+    html += `<path class="${isGhost ? "ghost" : kind}" ${d} stroke-width="${Math.max(WIDE * p, 0.4)}"/>`;
+    const says = `${tokens.map(({ text }) => text).join(" ")}: probability ${shown(p)}, at the start ${shown(start)}`;
+    if (!isGhost) html += `${label(shown(p), y)}<path class="hit" ${d} tabindex="-1" data-says="${says}"/>`;
+    return WIDE * p;
+  }
+  const path = responses[0].tokens;
+  const widths = path.map(({ text }, t) => t && 8 + 6.6 * text.length);
+  let x = 76;
+  const think = band("think", path.slice(0, 1), 0, 102, x, 26, (p) => write(70, 17, `think ${p}`, "last"));
+  for (let t = 1; t < path.length; t++) {
+    const [text, toX] = [path[t].text, x + (262 * widths[t]) / sum(widths)];
+    const word = write((x + toX) / 2, 17, text, "middle");
+    const end = (p, y) => (text == "eos" ? write(toX + 4, y + 4, `✓ ${p}`, "good") : "");
+    const often = (p, y) => (p > 0.013 ? write(toX, y + 12, p, "middle light") : "");
+    const width = band("right", path.slice(0, t + 1), x, 26, toX, 26, (p, y) => word + end(p, y));
+    band("slip", responses[t].tokens.slice(0, t + 1), x, 26 + width, x + 14, 76, often);
+    x = toX;
+  }
+  let from = 164;
+  responses.slice(path.length).forEach(({ tokens, score }, digit) => {
+    const [kind, label] = [score ? "good" : "wrong", (p, y) => write(235, y + 4, `${digit} ${p}`, kind)];
+    if (!digit) band("guess", tokens.slice(0, 1), 0, 102 + think, 100, from, (p) => write(8, 212, `answer ${p}`));
+    from += band(kind, tokens.slice(0, 2), 100, from, 230, 106 + 14 * digit, label);
+  });
+  return html;
+}
+
+function drawRollout() {
+  const { advantages, weights, clipped } = pushes(run);
+  const chance = (token) => Math.exp(logProb(token, run.policy));
+  const gain = (token) => (control("colour").value == "push" ? 1 : 1 - chance(token));
+  const sizes = run.rollout.map(({ tokens }, i) => tokens.map((token, t) => weights[i][t] * gain(token)));
+  const largest = Math.max(1e-12, ...sizes.flat().map(Math.abs));
+  const html = run.rollout.map(({ prompt, score, tokens }, i) => {
+    const cells = tokens.map((token, t) => {
+      const [size, value] = [sizes[i][t], run.values.get(tokens[t - 1] ?? prompt)];
+      const kind = clipped[i][t] ? "cut" : size > 0 ? "up" : "down";
+      const critic = value == null ? "" : `, the critic's value before it ${shown(value)}`;
+      const says = `${token.text}: probability ${chance(token).toFixed(4)}, colour ${shown(size)}${critic}`;
+      const part = `--part: ${Math.round((100 * Math.abs(size)) / largest)}%`;
+      return `<i class="${kind}" style="${part}" tabindex="-1" data-says="${says}">${token.text}</i>`;
+    });
+    const head = i % run.settings.k || run.prompts.length == 1 ? "" : `<b>${prompt.prompt}</b>`;
+    const mark = score ? `<span class="good">✓ ${run.settings.right}` : "<span>✗ 0";
+    const advantage = shown(mean(advantages[i]));
+    return `${head}<div>${mark}</span><span>${advantage}</span><span class="tokens">${cells.join("")}</span></div>`;
+  });
+  $("rows").innerHTML = html.join("");
+  $("strongest").textContent = shown(largest);
+}
+
+/** Each figure of the page names its numbers. Grey lines come first, so that they lie below. */
+function drawCurves() {
+  const logs = [(twin ?? before)?.log ?? [], run.log];
+  const longest = Math.max(101, ...logs.map((log) => log.length));
+  for (const figure of $("curves").querySelectorAll("figure")) {
+    const { keys, top } = figure.dataset;
+    const valuesOf = (log, key) => log.map((entry) => entry[key]).filter((x) => x != null); // none before the step
+    const series = logs.map((log) => keys.split(" ").map((key) => valuesOf(log, key)));
+    const [low, high] = [Math.min(0, ...series.flat(2)), Math.max(top, ...series.flat(2))];
+    const point = (x, n) => `${(100 * n) / (longest - 1)},${48 - (46 * (x - low)) / (high - low)}`;
+    const line = (kind) => (xs, n) => `<polyline class="${"ab"[n]} ${kind}" points="${xs.map(point).join(" ")}"/>`;
+    figure.querySelector("svg").innerHTML = [...series[0].map(line("grey")), ...series[1].map(line(""))].join("");
+    figure.querySelector("figcaption").dataset.high = shown(high);
+    figure.querySelectorAll("output").forEach((output, n) => (output.textContent = shown(series[1][n].at(-1))));
+  }
+}
+
+function draw() {
+  $("tree").innerHTML = bandsOf(run.prompts[0], START, true) + bandsOf(run.prompts[0], run.policy);
+  drawRollout();
+  drawCurves();
+  const { think, accuracy } = run.log.at(-1);
+  say((summary = `Rollout ${run.log.length - 1}: P(think) ${shown(think)}, accuracy ${shown(accuracy)}`));
+  if (twin) {
+    const name = control("bug").querySelector(`[value=${run.settings.bug}]`).textContent;
+    const ends = `Accuracy ${shown(accuracy)}, without the bug ${shown(twin.log.at(-1).accuracy)}.`;
+    const same = run.policy.every((x, n) => x == twin.policy[n]) ? "It has changed nothing so far." : "";
+    $("verdict").textContent = `The bug: ${name}. ${ends} ${same}`;
+  }
+  $("run").textContent = waiting ? "Pause" : "Run";
+  const changed = controls.filter(({ value, dataset }) => value != dataset.start);
+  history.replaceState(null, "", `#${changed.map(({ name, value }) => `${name}=${value}`).join("&")}`);
+}
+
+/** Does another seed tell the same story? */
+async function trySeeds() {
+  const ends = [];
+  for (let seed = 1; seed <= 20; seed++) {
+    const other = newRun({ ...run.settings, seed });
+    for (let n = 0; n < 100; n++) iterate(other);
+    ends.push(other.log.at(-1));
+    say(`Seed ${seed} of 20 …`);
+    await new Promise((done) => setTimeout(done));
+  }
+  const [think, lucky] = ["think", "lucky"].map((key) => ends.filter((end) => end[key] > 0.5).length);
+  const all = ends.map(({ accuracy }) => accuracy);
+  const range = `${shown(mean(all))} (${shown(Math.min(...all))} to ${shown(Math.max(...all))})`;
+  say((summary = `20 seeds: thinking wins ${think} times, the lucky guess ${lucky}; accuracy ${range}`));
+}
+
+for (const element of controls) element.dataset.start = element.value;
+$("settings").onchange = begin;
+control("colour").onchange = draw;
+$("run").onclick = () => ((waiting = waiting ? 0 : 100), draw());
+setInterval(() => waiting && (waiting--, both(iterate), draw()), 40);
+$("step").onclick = () => (both(step), draw());
+$("sample").onclick = () => (both(sample), draw());
+$("again").onclick = begin;
+$("seeds").onclick = trySeeds;
+for (const kind of ["pointerover", "focusin"])
+  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? document.activeElement.dataset.says ?? summary));
+// In the tree and the rollout, the arrow keys go from number to number.
+$("train").onkeydown = (event) => {
+  const all = [...(event.target.closest("#tree, #rows")?.querySelectorAll("[data-says]") ?? [])];
+  const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (way && all.length) all[(all.indexOf(event.target) + way + all.length) % all.length].focus();
+};
+$("settings").open = innerWidth > 900;
+addEventListener("hashchange", load);
+load();
