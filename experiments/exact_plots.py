@@ -134,11 +134,12 @@ ONE, SAME = (
 
 
 def settings() -> list[tuple[dict, dict]]:
-    """Each setting, with score_variance_ratio of the base policy at k = 8, and its rows by script and k."""
+    """Each setting, with score_variance_ratio of the base policy and passes over the prompts at k = 8, and its rows."""
     result = []
     for key, rows in group_by(load("exact_training"), *USUAL).items():
         V, W = rows[0]["variances"]
         setting = dict(zip(USUAL, key)) | {"ratio": 7 / 8 * V / W}
+        setting["passes"] = setting["iterations"] * setting["batch"] / 8 / setting["prompts"]
         result.append((setting, {(row["script"], row["k"]): row for row in rows}))
     return result
 
@@ -153,8 +154,9 @@ def plan_of_claims():
     """Text, the arm that is ahead, the other, which settings are counted, and the outcome."""
     end, by_score = "accuracy", "accuracy, tuned on the score"
 
-    def no_trap(low=0.0, high=math.inf, **wanted):
-        return lambda x: not x["trap"] and low <= x["ratio"] < high and wanted.items() <= x.items()
+    def no_trap(ratio=(0, math.inf), passes=(0, math.inf), **wanted):
+        ranges = {"trap": (0, 1), "ratio": ratio, "passes": passes}
+        return lambda x: wanted.items() <= x.items() and all(a <= x[y] < b for y, (a, b) in ranges.items())
 
     for k, other in ((4, 2), (4, 8), (4, 16), (8, 64)):
         yield f"k = {k} ahead of {other} (`rloo`)", ("rloo", k), ("rloo", other), no_trap(), end
@@ -165,13 +167,12 @@ def plan_of_claims():
     for pay, outcome in product(TRAPS, (end, by_score)):
         text = f"a wrong answer pays {pay:g}: std of the group ahead{outcome.removeprefix(end)}"
         yield text, GRPO, RLOO, lambda x, pay=pay: x["trap"] == pay, outcome
-    for low, high, between in ((0, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
-        text = f"ratio {between}: the batch's mean ahead of the group's, same prompts"
-        yield text, SAME, RLOO, no_trap(low, high), end
-    for prompts in (16, 64, 256, 1024):
-        for low, high, between in ((0, 2, "below"), (2, math.inf, "above")):
-            text = f"{prompts} prompts, ratio {between} 2: one response per prompt ahead of k = 8"
-            yield text, ONE, RLOO, no_trap(low, high, prompts=prompts), end
+    for text, ratio in {"below 2": (0, 2), "2 to 4": (2, 4), "above 4": (4, math.inf)}.items():
+        yield f"ratio {text}: the batch's mean ahead of the group's", SAME, RLOO, no_trap(ratio), end
+    for text, passes in {"below 3": (0, 3), "3 to 10": (3, 10), "above 10": (10, math.inf)}.items():
+        for below, ratio in {"below": (0, 2), "above": (2, math.inf)}.items():
+            text_ = f"passes {text}, ratio {below} 2: one response per prompt ahead of 8"
+            yield text_, ONE, RLOO, no_trap(ratio, passes), end
 
 
 def claims() -> None:
@@ -208,7 +209,7 @@ def draw_training():
     ):
         for setting, rows in settings():
             if arm in rows and not setting["trap"]:
-                color = {1024: GREEN, 256: BLUE}.get(setting["prompts"], ORANGE)
+                color = GREEN if setting["passes"] < 3 else BLUE if setting["passes"] < 10 else ORANGE
                 points, half = difference(rows[arm], rows[RLOO])
                 axis.errorbar(setting["ratio"], points, half, fmt="o", ms=4, lw=1, color=color)
         axis.axhline(0, color=BLACK, lw=1)
