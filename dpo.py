@@ -417,7 +417,6 @@ def open_run(args, state, dataset):
         for name, part in state.items():
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
-
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE

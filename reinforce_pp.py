@@ -194,9 +194,9 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    if logits.dtype == torch.bfloat16:
-        logits = logits.float()
-    return (logits / temperature).log_softmax(-1)
+    # In float32 or float64. No name keeps the logits before the division, which take memory.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)
 
 
 class Cache(transformers.DynamicCache):

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import datasets
-import tyro
 
 FOLDER = Path(__file__).parent / "gsm8k"
 TASK = "Think step by step. End with the answer, a number: #### 42"
@@ -38,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main()

@@ -4,41 +4,31 @@
     python rloo.py --dataset data/reversal/train.jsonl --reward data/reversal.py:score ...        see docs/recipes.md
 
 A prompt is a chat with one solved example, so that a small model answers in the same form. A row has `prompt`, `answer`
-and `group`, the level, such as "3 new words". Levels that are only in --test show how well the model generalizes.
+and `group`, the level, such as "3 new words". Levels that are only in test.jsonl show how well the model generalizes.
 """
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+FOLDER = Path(__file__).parent / "reversal"
 FILE = json.loads(Path(__file__).with_suffix(".json").read_text())
 WORDS, NEW_WORDS, QUESTIONS = FILE["words"].split(), FILE["new_words"].split(), FILE["questions"]
-
-
-@dataclass
-class Args:
-    train: tuple[str, ...] = ("3 words",)  # levels to train on
-    test: tuple[str, ...] = ("3 words", "3 new words", "4 words")  # levels to hold out
-    size: int = 1000  # prompts to train on, of each level
-    held_out: int = 32  # prompts to evaluate on, of each level; none of them is trained on
-    demonstrations: int = 0  # prompts of train.jsonl with their answer, for sft.py
-    pairs: int = 0  # prompts of train.jsonl with a right and a wrong answer, for reward_model.py and dpo.py
-    folder: Path = Path(__file__).parent / "reversal"  # where the files go
+LEVELS = ["3 words", "3 new words", "4 words"]  # to evaluate on; the first is that of training
+SIZE = 1000  # prompts to train on
+HELD_OUT = 32  # prompts to evaluate on, of each level; none of them is trained on
 
 
 def turn(role: str, text: str) -> dict:
     return {"role": role, "content": text}
 
 
-def make_rows(args: Args) -> dict[str, list[dict]]:
+def make_rows() -> dict[str, list[dict]]:
     """The rows of each file, always the same. All prompts differ, and none is the example in front of the question."""
     train, test, head = [], [], []
-    for level in dict.fromkeys([*args.train, *args.test]):
+    for level in LEVELS:
         draw, lists, rows = random.Random(f"1 {level}"), {}, []
-        for _ in range(2 * (args.held_out + args.size)):  # some may be equal
+        for _ in range(2 * (HELD_OUT + SIZE)):  # some may be equal
             words = draw.sample(NEW_WORDS if "new" in level else WORDS, int(level.split()[0]))
             lists[", ".join(words)] = ", ".join(reversed(words))
         for words, answer in lists.items():
@@ -47,30 +37,11 @@ def make_rows(args: Args) -> dict[str, list[dict]]:
                 head = [turn("system", "Reply with the answer only."), question, turn("assistant", answer)]
                 continue
             rows.append({"prompt": [*head, question], "answer": answer, "group": level})
-        test += rows[: args.held_out] if level in args.test else []
-        train += rows[args.held_out : args.held_out + args.size] if level in args.train else []
+        test += rows[:HELD_OUT]
+        train = train or rows[HELD_OUT : HELD_OUT + SIZE]
     for question, answer in QUESTIONS.items():
         test.append({"prompt": [turn("user", question)], "answer": answer, "group": "plain questions"})
-
-    draw, demonstrations, pairs = random.Random(1), [], []
-    for row in draw.sample(train, args.demonstrations):
-        demonstrations.append({"prompt": row["prompt"], "completion": [turn("assistant", row["answer"])]})
-    for row in draw.sample(train, args.pairs):
-        rejected = wrong(draw, row["answer"], draw.choice(train)["answer"])
-        sides = {"chosen": [turn("assistant", row["answer"])], "rejected": [turn("assistant", rejected)]}
-        pairs.append({"prompt": row["prompt"]} | sides)
-    return {"train": train, "test": test, "demonstrations": demonstrations, "pairs": pairs}
-
-
-def wrong(draw: random.Random, answer: str, other: str) -> str:
-    """The words in another order, or with one of another answer."""
-    words, others = answer.split(", "), other.split(", ")
-    if draw.random() < 0.5:
-        draw.shuffle(words)
-    else:
-        words[draw.randrange(len(words))] = draw.choice(others)
-    text = ", ".join(words)
-    return text if text != answer else f"{answer}, {others[0]}"
+    return {"train": train, "test": test}
 
 
 def score(completions, answer, group, **columns) -> list[float]:
@@ -81,14 +52,13 @@ def score(completions, answer, group, **columns) -> list[float]:
     return scores
 
 
-def main(args: Args) -> None:
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in make_rows(args).items():
-        if rows:
-            path = args.folder / f"{name}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            print(f"{path}: {len(rows)} prompts")
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, rows in make_rows().items():
+        path = FOLDER / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} prompts")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    main()

@@ -175,11 +175,6 @@ def label(run: dict) -> str:
     return ", ".join([f"`{command}`", *(f"`{patch}.patch`" for patch in run.get("patches", []))])
 
 
-def plot_rows(curves: dict[str, list]) -> list[dict]:
-    """The curves of a run by their metric as rows, one for each iteration, as tools/plot.py draws them."""
-    return [{"iteration": i} | dict(zip(curves, x)) for i, x in enumerate(zip(*curves.values()), 1)]
-
-
 def show(values: list[float]) -> str:
     """Mean, and with several values the lowest and the highest."""
     if len(values) < 2:

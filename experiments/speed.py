@@ -2,80 +2,60 @@
 
     python -m venv experiments/.trl
     experiments/.trl/bin/pip install --group trl        with pip 25.1 or later
-    python experiments/speed.py
+    experiments/.trl/bin/python experiments/speed.py
 
-The systems take turns, so that a slow minute of the machine does not hit only one of them. The first iteration of a
-run does not count.
+The first iteration of a run does not count, and the learning rate is so small that lengths stay.
 """
 
-import functools
-import itertools
-import json
-import os
 import subprocess
 import sys
-import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
 import transformers
-from common import ROOT, curve, group_by, load, run_all, table, words_of
+from common import ROOT, curve, group_by, load, read_jsonl, run_all, table, versions, words_of
+from make_toy import make_tokenizer, write_jsonl
 
-TOY = {"batch_size": 128, "micro_batch_size": 64, "max_response_length": 40, "num_iterations": 16}
-TOY |= {"model": ROOT / "toy" / "policy", "dataset": ROOT / "toy" / "train.jsonl"}
+COMMANDS = {"TRL": ROOT / "experiments" / "speed_trl.py", "grpo.py": ROOT / "grpo.py"}
 TAIL = {"batch_size": 64, "micro_batch_size": 8, "max_response_length": 256, "num_iterations": 5}
-WORKLOADS = {"toy": TOY, "tail": TAIL}
-FLAGS = {"samples_per_prompt": 8, "num_minibatches": 2, "dtype": "float32", "device": "cpu"}
-FLAGS |= {"eval_every": 0, "log_every": 10**6, "save_every": 0}
-FLAGS |= {"learning_rate": 1e-9}  # lengths hardly change
-COMMANDS = {
-    "TRL": [ROOT / "experiments" / ".trl" / "bin" / "python", ROOT / "experiments" / "speed_trl.py"],
-    "grpo.py": [sys.executable, ROOT / "grpo.py"],
-}
+TAIL |= {"model": ROOT / "runs" / "tail", "dataset": ROOT / "runs" / "tail" / "prompts.jsonl"}
+WORKLOADS = {"toy": {"batch_size": 128, "num_iterations": 16}, "tail": TAIL}  # the toy is the default
+FLAGS = {"device": "cpu", "eval_every": 0, "log_every": 10**6, "save_every": 0, "learning_rate": 1e-9}
 # The peak of a process begins with that of the process which starts it, so a small one does.
-WATCH = "import os, sys; _, code, usage = os.wait4(os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:]), 0); "
-WATCH += "print('peak', usage.ru_maxrss); sys.exit(code != 0)"
+WATCH = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+WATCH += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 
 
 def make_tail(folder: Path) -> None:
     """A model that ends a response with the same probability at every token, and prompts of 8 to 32 tokens."""
-    from make_toy import make_tokenizer, write_jsonl
-
     torch.manual_seed(0)
-    vocab_size = 4096
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(vocab_size - 3))]
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(4093))]
     make_tokenizer(words).save_pretrained(folder)
-    prompts = [torch.randint(3, vocab_size, (length,)) for length in torch.randint(8, 33, (512,)).tolist()]
-    rows = [{"prompt": " ".join(words[i] for i in prompt), "answer": "w1"} for prompt in prompts]
-    write_jsonl(folder / "prompts.jsonl", rows)
+    prompts = [" ".join(words[i : i + 8 + i % 25]) for i in range(3, 515)]
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt, "answer": "w1"} for prompt in prompts])
     sizes = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 5}
-    sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 512}
-    config = transformers.LlamaConfig(**sizes, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = transformers.LlamaConfig(**sizes, vocab_size=4096, eos_token_id=1, pad_token_id=0)
     model = transformers.LlamaForCausalLM(config)
     # The first number of every state becomes large, and the head takes the logit of EOS from it.
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
-        state = model.model(torch.randint(3, vocab_size, (64, 64))).last_hidden_state[:, :, 0]
+        state = model.model(torch.randint(3, 4096, (64, 64))).last_hidden_state[:, :, 0]
         model.lm_head.weight[1] = 0.0
         model.lm_head.weight[1, 0] = 4.65 / state.mean()  # exp(4.65) = 105, about 4096 / 39
     model.save_pretrained(folder)
 
 
-def measure(tail: Path, run_dir: Path, workload: str, system: str, seed: int, **_) -> dict:
+def measure(run_dir: Path, workload: str, system: str, seed: int) -> dict:
     """Seconds and mean lengths of the iterations of one run after the first, and the peak of its memory."""
-    flags = {"model": tail, "dataset": tail / "prompts.jsonl"} | FLAGS | WORKLOADS[workload]
-    words = words_of(flags | {"seed": seed, "run_dir": run_dir})
-    command = [sys.executable, "-c", WATCH, *COMMANDS[system], *words]
-    options = {"env": os.environ | {"HF_HUB_OFFLINE": "1"}, "stdout": subprocess.PIPE, "text": True}
-    output = subprocess.run(command, check=True, **options).stdout.splitlines()
-    text = output if system == "TRL" else (run_dir / "metrics.jsonl").read_text().splitlines()
-    _, *lines = [json.loads(line) for line in text if line.startswith('{"')]
-    if system != "TRL":  # grpo.py logs the speed
-        size = WORKLOADS[workload]["batch_size"]
-        lines = [x | {"seconds": size * x["response_length"] / x["tokens_per_second"]} for x in lines]
-    row = {"seconds": curve(lines, "seconds"), "response_length": curve(lines, "response_length")}
-    row |= {"peak_gib": int(output[-1].split()[1]) / 2**20}
-    return row | ({"versions": lines[-1]["versions"]} if system == "TRL" else {})
+    flags = FLAGS | WORKLOADS[workload] | {"seed": seed, "run_dir": run_dir}
+    command = [sys.executable, "-c", WATCH, sys.executable, COMMANDS[system], *words_of(flags)]
+    peak = subprocess.check_output(command, cwd=ROOT, text=True).split()[-1]
+    _, *lines = read_jsonl(run_dir / "metrics.jsonl")
+    for line in lines:
+        line["seconds"] = flags["batch_size"] * line["response_length"] / line["tokens_per_second"]
+    row = {key: curve(lines, key) for key in ("seconds", "response_length")}
+    return row | {"peak_gib": int(peak) / 2**20, "versions": versions("trl")}
 
 
 def tokens_per_second(runs: list[dict]) -> float:
@@ -96,10 +76,6 @@ def summary() -> None:
 
 
 if __name__ == "__main__":
-    cells = []
-    for workload, seed in itertools.product(WORKLOADS, (1, 2, 3)):
-        cells.append({"workload": workload, "seed": seed, "system": "TRL"})
-        cells.append({"workload": workload, "seed": seed, "system": "grpo.py", "script": "grpo"})
-    with tempfile.TemporaryDirectory() as folder:
-        make_tail(Path(folder))
-        run_all("speed", cells, functools.partial(measure, Path(folder)), workers=1)
+    make_tail(TAIL["model"])
+    cells = product(WORKLOADS, (1, 2, 3), COMMANDS)  # in turns: a slow minute does not hit one system only
+    run_all("speed", [dict(zip(("workload", "seed", "system"), cell)) for cell in cells], measure, workers=1)

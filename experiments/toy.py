@@ -198,7 +198,7 @@ def draw(name: str) -> None:
         curves = {key: run[key] for key in experiment.keys if run[key]}
         if "teacher" in defaults(run["script"]):
             curves.pop("kl", None)  # it is not the KL to the start
-        points = common.plot_rows(curves)
+        points = [{"iteration": i} | dict(zip(curves, x)) for i, x in enumerate(zip(*curves.values()), 1)]
         if every := experiment.shared.get("eval_every"):
             greedy = enumerate(run["greedy 2-5"])
             points += [{"iteration": every * i, "eval/score/2-5": value} for i, value in greedy]

@@ -23,13 +23,6 @@ SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches
 SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
 
 
-def is_for_0_and_1(name: str) -> bool:
-    """Whether a policy script is for scores of 0 and 1 only."""
-    import references  # needs torch, which is not installed for the tests of the site
-
-    return name in references.FOR_0_AND_1
-
-
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Import a script of SOURCES with patches."""

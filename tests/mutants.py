@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -43,23 +42,17 @@ def tests_pass(tests: str, bug: Planted | None = None) -> bool:
     return result.returncode == 0
 
 
-@dataclass
-class Args:
-    only: str = ""  # only bugs whose name contains this
-    tests: str = ""  # only bugs whose tests contain this
-
-
-def main(args: Args) -> None:
-    bugs = [bug for bug in BUGS.values() if args.only in bug.name and args.tests in bug.tests]
+def main(only: str = "", tests: str = "") -> None:
+    bugs = [bug for bug in BUGS.values() if only in bug.name and tests in bug.tests]
     if not VLLM.exists():
         bugs = [bug for bug in bugs if "-m vllm" not in bug.tests]
     files = list(dict.fromkeys(bug.tests for bug in bugs))
     bugs = [bug for bug in bugs if bug.tests not in ("test_estimators.py", "test_patches.py")]
     survivors = 0
     with ThreadPoolExecutor(2) as pool:
-        for tests, passed in zip(files, pool.map(tests_pass, files)):
+        for file, passed in zip(files, pool.map(tests_pass, files)):
             if not passed:
-                raise SystemExit(f"{tests} fails without a bug, so it cannot notice one")
+                raise SystemExit(f"{file} fails without a bug, so it cannot notice one")
         survived = pool.map(tests_pass, [bug.tests for bug in bugs], bugs)
         for bug, passed in zip(bugs, survived):
             print(f"{'SURVIVED' if passed else 'noticed':8}  {bug.name}  ({bug.tests})", flush=True)
@@ -69,4 +62,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

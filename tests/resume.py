@@ -3,7 +3,7 @@
     resume.py KILL SCRIPT FLAGS...      run a script as the main program, until it is killed with SIGKILL
 
 KILL is a moment and a number: with "torn checkpoint:2", the run dies when half of the second checkpoint is written. The
-other moments are "before rename" (of a checkpoint) and "half a model".
+other moment is "half a model".
 """
 
 import io
@@ -29,9 +29,7 @@ def run_and_kill(kill: str, script: str, *flags: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(event: str, args: tuple):
-        """Python calls it before it opens or renames a file."""
-        if event == "os.rename" and "checkpoint" in str(args[0]):
-            die_if_due("before rename")
+        """Python calls it before it opens a file."""
         if event == "open" and "/model/tokenizer" in str(args[0]):
             die_if_due("half a model")
 

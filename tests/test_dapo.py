@@ -1,6 +1,6 @@
 """dapo.py's dynamic sampling: which groups are trained on, and what is counted. Two ranks: test_ranks.py."""
 
-import itertools
+from itertools import product
 
 import pytest
 from conftest import ROOT, read_jsonl, write_jsonl
@@ -8,24 +8,19 @@ from zoo import recorded, run
 
 import dapo
 
-
-@pytest.fixture
-def flags(tmp_path):
-    """48 prompts, of which 12 have groups of different scores; 4 groups of 8 make a batch."""
-    ends = ["- 9 + 8 - 4 ?", "- 9 + 8 - 5 ?", *(f"+ {i} ?" for i in range(10))]  # of different widths
-    rows = [{"prompt": f"{first} {last}"} for first, last in itertools.product("3124", ends)]
-    data = write_jsonl(tmp_path / "data.jsonl", rows)
-    reward = f"{ROOT}/tests/driver.py:reward_of_threes"
-    return {"dataset": data, "reward": reward, "batch_size": 32, "max_response_length": 12}
+ENDS = ["- 9 + 8 - 4 ?", "- 9 + 8 - 5 ?", *(f"+ {i} ?" for i in range(10))]  # of different widths
+PROMPTS = [f"{first} {last}" for first, last in product("3124", ENDS)]  # the 12 with 3 get different scores
 
 
 @pytest.fixture
-def run_dapo(flags, monkeypatch, tmp_path):
-    """Runs dapo.py with more flags; returns the rollouts that compute_advantages gets, and the lines of metrics."""
+def run_dapo(monkeypatch, tmp_path):
+    """Runs dapo.py with 4 groups of 8 in a batch; returns what compute_advantages gets, and the metrics."""
 
-    def run_with(**more):
+    def run_with(prompts, **flags):
+        flags["dataset"] = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
+        flags["reward"] = f"{ROOT}/tests/driver.py:reward_of_threes"
         calls = recorded(monkeypatch, dapo, "compute_advantages")
-        run("dapo", **flags | more, run_dir=tmp_path / "run")
+        run("dapo", batch_size=32, max_response_length=12, **flags, run_dir=tmp_path / "run")
         return [rollout for (_, rollout), _ in calls], read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
     return run_with
@@ -33,48 +28,37 @@ def run_dapo(flags, monkeypatch, tmp_path):
 
 def mixed(rollout) -> list[bool]:
     """Which groups have different scores."""
-    groups = rollout["scores"].view(-1, 8)
+    groups = rollout["raw_scores"].view(-1, 8)
     return (groups.amax(1) > groups.amin(1)).tolist()
 
 
 def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_path):
-    rollouts, lines = run_dapo(num_iterations=3, max_rollouts=50, log_every=1)
+    """Of different raw scores: the two penalties make the scores of every group differ."""
+    penalties = {"overlong_buffer": 12, "missing_eos_penalty": 0.5}
+    rollouts, lines = run_dapo(PROMPTS, num_iterations=3, max_rollouts=50, log_every=1, **penalties)
     for rollout, line in zip(rollouts, lines, strict=True):
         assert len(rollout["scores"]) == 32 and all(mixed(rollout))
-        T = rollout["response_mask"].shape[1]
-        for ids, mask in zip(rollout["sequences"][:, :-T], rollout["attention_mask"][:, :-T]):
-            assert tokenizer.decode(ids[mask == 1]).startswith("3 ")
         # Each response has its own score after the parts were joined.
         texts = tokenizer.batch_decode(dapo.response_ids(rollout), skip_special_tokens=True)
-        assert rollout["scores"].tolist() == [len(text) % 3 for text in texts]
+        assert rollout["raw_scores"].tolist() == [len(text) % 3 for text in texts]
         # Before the last rollout there were fewer than 4.
         found = round(line["rollouts"] * 4 * (1 - line["equal_groups"]), 3)
         assert line["rollouts"] > 1 and found in (4, 5, 6, 7)
-        # The logged score is that of all sampled.
-        assert line["score"] != pytest.approx(float(rollout["scores"].mean()), abs=1e-3)
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
 
 
-def test_no_prompt_is_in_a_batch_twice(run_dapo, flags, monkeypatch):
+def test_no_prompt_is_in_a_batch_twice(run_dapo, monkeypatch):
     """With 5 prompts the second rollout has what the first one left, and then there is nothing to draw."""
-    write_jsonl(flags["dataset"], [{"prompt": f"1 + {i} ?"} for i in range(5)])
     calls = recorded(monkeypatch, dapo, "generate")
-    _, (line,) = run_dapo(num_iterations=1, max_rollouts=30)
+    _, (line,) = run_dapo([f"1 + {i} ?" for i in range(5)], num_iterations=1, max_rollouts=30)
     prompts = [tuple(ids) for args, _ in calls for ids in args[3]]
     assert len(prompts) == len(set(prompts)) == 5 and line["rollouts"] == 5 / 4
 
 
 def test_what_is_missing_after_max_rollouts_is_filled_with_the_others(run_dapo):
-    rollouts, lines = run_dapo(num_iterations=4, max_rollouts=2)
+    rollouts, lines = run_dapo(PROMPTS, num_iterations=4, max_rollouts=2)
     assert min(sum(mixed(rollout)) for rollout in rollouts) < 4
     for rollout, line in zip(rollouts, lines, strict=True):
         assert len(rollout["scores"]) == 32 and line["rollouts"] == 2
         assert mixed(rollout) == sorted(mixed(rollout), reverse=True)
-        assert line["equal_groups"] == pytest.approx(1 - sum(mixed(rollout)) / 8)
-
-
-def test_the_filter_reads_raw_scores(run_dapo):
-    """The penalty on length makes the scores of every group differ, and the truncation penalty too."""
-    _, lines = run_dapo(num_iterations=2, max_rollouts=30, overlong_buffer=12, missing_eos_penalty=0.5)
-    assert all(line["rollouts"] > 1 for line in lines)

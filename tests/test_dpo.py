@@ -1,7 +1,5 @@
 """dpo.py: the loss, log-probs of responses only, a reference that stays the start. Also: test_sft.py, test_ranks.py."""
 
-import math
-
 import pytest
 import torch
 import zoo
@@ -15,33 +13,27 @@ USER, ANSWER = {"role": "user", "content": "3 ?"}, {"role": "assistant", "conten
 
 def test_the_loss_is_the_papers():
     torch.manual_seed(0)
-    chosen, rejected, ref_chosen, ref_rejected = 3 * torch.randn(4, 3, dtype=torch.float64)
-    total = 0.0
-    for i in range(3):
-        x = 0.3 * ((chosen[i] - ref_chosen[i]) - (rejected[i] - ref_rejected[i]))
-        total += math.log(1 + math.exp(-x))
-    loss = dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.3)
-    assert float(loss) == pytest.approx(total / 3, rel=1e-12)
+    chosen, rejected, ref_chosen, ref_rejected = logprobs = 3 * torch.randn(4, 3, dtype=torch.float64)
+    margins = 0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    expected = (1 + (-margins).exp()).log().mean()
+    assert float(dpo.dpo_loss(*logprobs, 0.3)) == pytest.approx(float(expected), rel=1e-12)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", STAGE_MODELS)
 def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     """Computed for one unpadded text at a time."""
-    model, data = zoo.make_model(name).double(), write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
-    tokenizer = zoo.make_tokenizer()
-    args = dpo.Args(device="cpu", micro_batch_size=2)
+    model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
+    data, args = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), dpo.Args(device="cpu", micro_batch_size=2)
     rows = dpo.load_rows(args, str(data), "train", model, tokenizer)
-    found, expected = torch.zeros(2, 2, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for part, batch in dpo.micro_batches(args, rows, range(3)):
-            found[:, part] = dpo.response_logprobs(model, batch)
-        for i, row in enumerate(PAIRS):
-            for side, key in enumerate(("chosen", "rejected")):
-                start = len(tokenizer(row["prompt"])["input_ids"])
-                ids = tokenizer(f"{row['prompt']} {row[key]} <eos>")["input_ids"]
+    for part, batch in dpo.micro_batches(args, rows, range(3)):
+        for found, side in zip(dpo.response_logprobs(model, batch), ("chosen", "rejected")):
+            for i, logprob in zip(part, found):
+                start = len(tokenizer(PAIRS[i]["prompt"])["input_ids"])
+                ids = tokenizer(f"{PAIRS[i]['prompt']} {PAIRS[i][side]} <eos>")["input_ids"]
                 logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-                expected[side, i] = sum(logprobs[t - 1, ids[t]] for t in range(start, len(ids)))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+                expected = sum(logprobs[t - 1, ids[t]] for t in range(start, len(ids)))
+                torch.testing.assert_close(logprob, expected, rtol=1e-12, atol=0)
 
 
 def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):

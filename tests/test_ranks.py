@@ -9,7 +9,8 @@ import importlib
 
 import driver
 import pytest
-from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, is_for_0_and_1, read_jsonl, write_jsonl
+from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, read_jsonl, write_jsonl
+from references import FOR_0_AND_1
 from zoo import STAGE_DATA, few, make_model, make_tokenizer, record, save
 
 DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo has its own test below
@@ -44,7 +45,7 @@ def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
 def policy_cases(name: str, ranks: int, folder) -> dict[str, dict]:
     """The flags of a policy script's runs on so many ranks."""
     common = {"dataset": folder / "train.jsonl", "batch_size": 48, "max_response_length": 12}
-    reward = "right_or_wrong" if is_for_0_and_1(name) else "reward"
+    reward = "right_or_wrong" if name in FOR_0_AND_1 else "reward"
     fixed = common | {"reward": f"{driver.__file__}:{reward}", "num_iterations": 1, "max_grad_norm": 1e9}
     if name == "gdpo":
         fixed["reward"] = f"{driver.__file__}:two_rewards"

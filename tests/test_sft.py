@@ -122,7 +122,6 @@ CHATS = {"prompt": None, "chosen": CHAT[::-1], "rejected": CHAT[::-1]}
         (sft, {"completion": "3 + " * 100}, {}, "--max_length 128"),
         (sft, {"completion": None}, {}, "row 2 `completion`"),
         (sft, {"messages": CHAT}, {}, "row 2 `messages`"),
-        (sft, {"messages": CHAT[::-1]}, {}, "chat template"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs give 3 or more"),
         (reward_model, CHATS | {"chosen": [CHAT[1]] * 2}, {}, "last message"),
         (reward_model, CHATS | {"rejected": [CHAT[1], *CHAT[::-1]]}, {}, "row 2 one prompt"),

@@ -1,6 +1,10 @@
-"""grpo_vllm.py: vLLM samples from the policy as it is now, and says with which log-probs. Run by make test-vllm."""
+"""grpo_vllm.py: vLLM samples from the policy as it is now, and says with which log-probs.
+
+`make test-vllm` runs what needs vLLM. For the other tests there is a stand-in.
+"""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -12,13 +16,13 @@ from zoo import WORDS, make_model, make_tokenizer, refused, run, save
 import grpo
 import grpo_vllm as script
 
-pytestmark = pytest.mark.vllm
+needs_vllm = pytest.mark.vllm
 TOKENIZER = make_tokenizer()
 # Some prompts have several blocks of vLLM's cache, which keeps whole blocks; one prompt is there twice.
 LONG = "1 + 2 - 3 = 4 think 5 + 6 - " * 30
 PROMPTS = ("3 + 5 ?", "1 - 2 + 3 - 4 ?", "1 - 2 + 3 - 4 ?", LONG + "7 ?", LONG + "8 - 9 ?")
 IDS = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS]
-ARGS = script.Args(max_response_length=24, temperature=0.7, kv_cache_gib=0.1, device="cpu")
+ARGS = script.Args(max_response_length=24, temperature=0.7, device="cpu")
 
 
 def save_llama(folder, tied: bool) -> str:
@@ -49,7 +53,7 @@ def small(tmp_path):
     (tmp_path / "mine.py").write_text(reward)
     flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{tmp_path}/mine.py:f"}
     flags |= {"batch_size": 16, "max_response_length": 20, "eval_every": 0, "device": "cpu"}
-    return flags | {"kv_cache_gib": 0.1, "learning_rate": 1e-3}
+    return flags | {"learning_rate": 1e-3}
 
 
 def change(policy):
@@ -59,6 +63,7 @@ def change(policy):
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
+@needs_vllm
 def test_logprobs_are_those_of_the_policy_after_every_sync(policy):
     torch.manual_seed(1)
     for _ in range(4):
@@ -71,6 +76,7 @@ def test_logprobs_are_those_of_the_policy_after_every_sync(policy):
         assert expected.min() < -3  # not all of them are near 0
 
 
+@needs_vllm
 def test_greedy_responses_are_those_of_grpo(policy):
     torch.manual_seed(2)
     change(policy)
@@ -81,6 +87,7 @@ def test_greedy_responses_are_those_of_grpo(policy):
         assert torch.equal(ours[name], expected[name]), name
 
 
+@needs_vllm
 def test_seeds(policy):
     """Torch's seed decides the responses. A prompt that is there twice gets others."""
     rollouts = []
@@ -92,18 +99,19 @@ def test_seeds(policy):
     assert len(rollouts[0].unique(dim=0)) > 8  # two short responses may be equal by chance
 
 
+@needs_vllm
 def test_stopped_and_resumed_it_ends_with_the_same_bits(small, tmp_path):
     run("grpo_vllm", **small | {"num_iterations": 4, "run_dir": tmp_path / "whole"})
     flags = small | {"run_dir": tmp_path / "resumed"}
     run("grpo_vllm", **flags | {"num_iterations": 2})
-    flags |= {"num_iterations": 4, "kv_cache_gib": 0.2}  # another cache
-    launch("variants/grpo_vllm.py", *words_of(**flags), cwd=ROOT)  # in another process
+    launch("variants/grpo_vllm.py", *words_of(**flags | {"num_iterations": 4}), cwd=ROOT)  # another process
     one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
     assert all(torch.equal(x, other["policy"][name]) for name, x in one["policy"].items())
     lines = [without_clock(tmp_path / x / "metrics.jsonl") for x in ("whole", "resumed")]
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
 
+@needs_vllm
 def test_two_ranks(small, tmp_path):
     """Each has an engine, whose log-probs are the reference's, and which does not complain at the end."""
     flags = words_of(**small, num_iterations=2, run_dir=tmp_path / "run")
@@ -112,6 +120,23 @@ def test_two_ranks(small, tmp_path):
     assert len(metrics) == 2 and abs(metrics[0]["kl"]) < 1e-5 < abs(metrics[1]["kl"])
 
 
-def test_experts_are_refused(capsys):
-    """vLLM would sample from their first weights without a word, at least on a CPU."""
-    assert "experts" in refused(capsys, script.start_engine, ARGS, make_model("qwen3_moe"), 100)
+@pytest.mark.parametrize("name", ["qwen3_moe", "falcon_h1", "qwen3_next", "lfm2"])
+def test_experts_and_recurrent_layers_are_refused(name, capsys):
+    """vLLM would sample from old weights without a word: of experts on a CPU, of Mamba in vLLM pull request 48284."""
+    assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(dtype, itemsize, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    policy = make_model("qwen2")
+    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype=dtype, batch_size=16)
+    policy.engine = script.start_engine(args, policy, 480)
+    token_size = 2 * 3 * 2 * 8 * itemsize  # 3 layers, 2 heads of 8
+    tokens = policy.engine.options["kv_cache_memory_bytes"] / token_size
+    assert 16 * 496 <= tokens <= 16 * 520 and policy.engine.options["max_num_seqs"] == 16
+    for _ in range(2):
+        assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
+        assert policy.engine.is_asleep
+    monkeypatch.delitem(sys.modules, "vllm")

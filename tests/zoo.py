@@ -137,7 +137,7 @@ STAGE_MODELS = ["llama", "gpt2", "qwen2", "mistral", "lfm2"]  # all in float64 a
 
 def few(name: str, count: int, folder: Path) -> Path:
     """A file with the first rows of the toy's data for a script."""
-    rows = read_jsonl(ROOT / "toy" / f"{STAGE_DATA[name]}.jsonl")
+    rows = read_jsonl(ROOT / "toy" / f"{STAGE_DATA.get(name, 'heldout')}.jsonl")
     return write_jsonl(folder / f"{name}.jsonl", rows[:count])
 
 

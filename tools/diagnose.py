@@ -40,11 +40,11 @@ NAMES = {
     "clip_ratio/region_mean": "clip_fraction", "actor/pg_clipfrac": "clip_fraction",
     "eval_reward": "eval/score/all",
 }  # fmt: skip
-# The metric without which a rule finds nothing
+# The metric or flag without which a rule finds nothing
 NEEDS = {
     "log-probs": "logprob_difference", "equal groups": "equal_groups", "truncated": "truncated",
     "first kl": "kl", "negative kl": "kl", "kl of 0": "kl", "large kl": "kl", "held-out": "eval/score/",
-    "idle clip": "clip_fraction",
+    "idle clip": "num_minibatches",
 }  # fmt: skip
 
 
@@ -59,17 +59,19 @@ def read(path: Path) -> tuple[dict, list[dict]]:
         logged = [{"step": x["step"]} | x["data"] for x in map(json.loads, text.splitlines())]
     for line in logged:
         row = {NAMES[name]: x for name, x in line.items() if name in NAMES and x is not None}
-        row |= {
-            f"eval/score/{name}": x for name, x in line.items() if "val-core/" in name and "/mean@" in name
-        }
+        held_out = [name for name in line if "val-core/" in name and "/mean@" in name]
+        row |= {f"eval/score/{name}": line[name] for name in held_out}
         if "kl" in row:
             row["kl"] *= row["response_length"]
         rows.append({"iteration": line["step"]} | row)
     return {}, rows
 
 
-def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
-    """Yields the name of each finding and what shows it. held_out has pairs of a mean score and its iteration."""
+def findings(flags: dict, rows: list[dict]):
+    """Yields the name of each finding and what shows it."""
+    held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
+    held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
+    rows = [row for row in rows if "score" in row]  # without the evaluation before training
 
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if name in row] or [0.0]
@@ -125,24 +127,14 @@ def evidence(flags: dict, rows: list[dict], held_out: list[tuple]):
         yield "idle clip", f"clip_fraction is 0 in every iteration, with {steps} steps per rollout"
 
 
-def findings(flags: dict, rows: list[dict]) -> dict[str, str]:
-    """A line for each finding by its name. Empty before 5 iterations of a policy script."""
-    held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
-    held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
-    trained = [row for row in rows if "score" in row]  # without the evaluation before training
-    found = evidence(flags, trained, held_out) if len(trained) >= 5 else []
-    return {name: f"{text}. {REMEDIES[name]}" for name, text in found}
-
-
 def main(run: tyro.conf.Positional[Path]) -> None:
     flags, rows = read(run)
     if sum("score" in row for row in rows) < 5:
         sys.exit(f"{run} has fewer than 5 iterations of a policy script, too few to tell")
-    print(*findings(flags, rows).values() or ["nothing stands out; read samples.jsonl, too"], sep="\n")
-    logged = str({name for row in rows for name in row})
-    missing = [
-        rule for rule, name in NEEDS.items() if name not in logged or (rule == "idle clip" and not flags)
-    ]
+    found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
+    print(*found or ["nothing stands out; read samples.jsonl, too"], sep="\n")
+    logged = str({name for row in rows for name in row} | (flags.keys() & {"num_minibatches"}))
+    missing = [rule for rule, name in NEEDS.items() if name not in logged]
     if missing:
         print(f"not checked, for want of a metric: {', '.join(missing)}")
 

@@ -59,15 +59,12 @@ class Planted:
         """Change the script in this folder."""
         self.path(folder).write_text(self.plant(self.path(folder).read_text()))
 
-    def changed_lines(self) -> list[str]:
-        """The lines that it changes, such as ["-    return x", "+    return 2 * x"]."""
+    def print_change(self) -> None:
+        """Print the lines that it changes, as Markdown. docs/bugs.md asks what that does."""
         before = self.path().read_text()
         lines = difflib.unified_diff(before.splitlines(), self.plant(before).splitlines(), n=0, lineterm="")
-        return [line for line in [*lines][2:] if line[0] in "-+"]
-
-    def print_change(self) -> None:
-        """Print it as Markdown. docs/bugs.md asks what it does."""
-        print(f"\n```diff\n {self.where}", *self.changed_lines(), "```\n", sep="\n")
+        changed = [line for line in [*lines][2:] if line[0] in "-+"]
+        print(f"\n```diff\n {self.where}", *changed, "```\n", sep="\n")
 
     def module(self) -> SimpleNamespace:
         """What the script with the bug defines."""

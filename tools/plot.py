@@ -2,13 +2,11 @@
 
     python tools/plot.py runs/a runs/b --out b.png
 
-Runs whose flags differ only in the seed share a line, their mean, shaded from the lowest to the highest value. The
-flags that differ name a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
+Each run is a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
 """
 
 import json
 import math
-import sys
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
@@ -17,7 +15,6 @@ from statistics import mean
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-FREE = "seed run_dir eval_every log_every save_every track".split()  # flags that do not make it another line
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
 
 
@@ -28,65 +25,40 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         if line.endswith("}"):  # else it is half a line, where the run was killed
             row = json.loads(line)
             rows[row["iteration"]] |= row
-    if not rows:
-        sys.exit(f"error: {folder} has no finished iteration yet; leave it out")
     return json.loads((folder / "args.json").read_text()), list(rows.values())
-
-
-def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
-    """The runs of each line by its label: exp_name, and the flags that set it apart from others of this name."""
-    groups = defaultdict(list)
-    for flags, rows in runs:
-        others = [other for other, _ in runs if other["exp_name"] == flags["exp_name"]]
-        is_own = {name: any(other.get(name) != x for other in others) for name, x in flags.items()}
-        label = [f"{name} {x}" for name, x in flags.items() if is_own[name] and name not in FREE]
-        groups[" ".join([flags["exp_name"], *label])].append(rows)
-    return groups
 
 
 def draw(groups: dict[str, list[list[dict]]], path: Path):
     """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
     import matplotlib.pyplot as plt
+    from matplotlib import cycler
 
     found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     height = math.ceil(len(names) / 2)
-    size = {"figsize": (8, 2.2 * height + 0.4), "dpi": 110}
-    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, **size)
+    plt.rc("axes", prop_cycle=cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
+    size = (8, 2.2 * height + 0.4)
+    figure, axes = plt.subplots(height, 2, layout="constrained", squeeze=False, figsize=size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis, name in zip(axes.flat, names):
-        for number, (label, seeds) in enumerate(groups.items()):
+        for label, seeds in groups.items():
             values = defaultdict(list)  # by iteration
             for row in chain(*seeds):
                 if name in row:
                     values[row["iteration"]].append(row[name])
-            xs = sorted(values)
-            color, style = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
-            means, marker = [mean(values[x]) for x in xs], "." if len(xs) < 10 else ""
-            axis.plot(xs, means, color=color, linestyle=style, lw=1.3, marker=marker, label=label)
-            if len(groups) <= len(COLORS):  # more shades than that would hide the lines
-                ends = ([end(values[x]) for x in xs] for end in (min, max))
-                axis.fill_between(xs, *ends, color=color, alpha=0.15, linewidth=0)
+            xs, marker = sorted(values), "." if len(values) < 10 else ""
+            axis.plot(xs, [mean(values[x]) for x in xs], linewidth=1.3, marker=marker, label=label)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.25)
     figure.supxlabel("iteration", fontsize=10)
-    handles = axes.flat[0].lines
-    figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
-    save(figure, path)
+    figure.legend(handles=axes.flat[0].lines, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
     return figure
 
 
-def save(figure, path: Path) -> None:
-    """Write a PNG of 256 colours, a third of the bytes of a usual one."""
-    from PIL import Image
-
-    figure.savefig(path)
-    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
-
-
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path("plot.png")) -> None:
-    draw(group_runs([read_run(folder) for folder in runs]), out)
+    draw({str(run): [read_run(run)[1]] for run in runs}, out)
     print(f"wrote {out}")
 
 

@@ -200,9 +200,9 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    if logits.dtype == torch.bfloat16:
-        logits = logits.float()
-    return (logits / temperature).log_softmax(-1)
+    # In float32 or float64. No name keeps the logits before the division, which take memory.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)
 
 
 class Cache(transformers.DynamicCache):
@@ -335,7 +335,11 @@ def add_adapter(args, model):
         task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
-    return peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, config)
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.cast_input_dtype_enabled = False  # peft would cast to float32 what autocast casts back
+    return model
 
 
 def main(args):

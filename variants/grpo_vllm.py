@@ -15,16 +15,15 @@ the difference, except where it is clipped:
 
 The equations are in grpo.py; `make diff A=grpo B=grpo_vllm` shows vLLM. The metric logprob_difference is the
 mean of |log rho_t| before the update. entropy is an estimate from the sampled tokens, as vLLM does not return
-it. Each rank has an engine with all weights. Left out: an engine over several GPUs, and freeing its memory
-during the update. The toy's heads (16) are too small for vLLM on a CPU, which needs 32 or more. A small model
-(made by data/smollm2.py; its task by data/reversal.py), and a model on 8 GPUs:
+it. Each rank has an engine with all weights, which sleeps during the update and frees its memory. Left out:
+an engine over several GPUs. The toy's heads (16) are too small for vLLM on a CPU, which needs 32 or more. A
+small model (made by data/smollm2.py; its task by data/reversal.py), and a model on 8 GPUs:
 
     python variants/grpo_vllm.py --model data/smollm2 --dataset data/reversal/train.jsonl --batch_size 32 \
         --reward data/reversal.py:score --max_response_length 16 --learning_rate 1e-5
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/grpo_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct \
         --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --kv_cache_gib 8 \
-        --run_dir runs/a
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
 import atexit
@@ -87,7 +86,6 @@ class Args:  # the comment behind a flag is its --help text
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response, 40 for the toy; then it is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    kv_cache_gib: float = 1.0  # vLLM's keys and values on each rank; sequences that do not fit wait
     # Reward. A function gets the lists prompts, completions, truncated, each column; returns a list of scores
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
@@ -199,17 +197,25 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    if logits.dtype == torch.bfloat16:
-        logits = logits.float()
-    return (logits / temperature).log_softmax(-1)
+    # In float32 or float64. No name keeps the logits before the division, which take memory.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)
 
 
 def start_engine(args, policy, max_length):
     """vLLM in this process, for sequences of up to max_length tokens, with random weights at first."""
-    has_experts = any(".experts." in name for name in policy.state_dict())
-    check(not has_experts, f"--model {args.model}: vLLM would keep old weights of experts; use a dense model")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: sync_weights passes tensors
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # no usage report
+    # Weights of experts and of Mamba's convolutions have three dimensions, all others fewer.
+    check(
+        all(weight.dim() != 3 for weight in policy.parameters()),
+        f"--model {args.model}: vLLM may keep old weights of it; use one without experts or Mamba",
+    )
+    num_sequences = args.batch_size // WORLD_SIZE
+    with torch.no_grad(), autocast(args):
+        token_cache = policy(torch.tensor([[0]], device=policy.device)).past_key_values
+    token_size = 2 * sum(layer.values.numel() for layer in token_cache.layers)  # keys and values
+    token_size *= getattr(torch, args.dtype).itemsize  # bytes
+    # In this process, since sync_weights passes tensors; no usage report
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm  # after its variables are set
 
@@ -219,13 +225,14 @@ def start_engine(args, policy, max_length):
         skip_tokenizer_init=True,  # token ids go in and come out
         dtype=args.dtype,
         max_model_len=max_length,
-        max_num_seqs=min(args.batch_size // WORLD_SIZE, 1024),  # at once
-        kv_cache_memory_bytes=int(args.kv_cache_gib * 2**30),
+        max_num_seqs=num_sequences,
+        kv_cache_memory_bytes=token_size * num_sequences * (max_length + 32),  # in blocks of 16 tokens
         gpu_memory_utilization=0.01,  # only checked at the start; kv_cache_memory_bytes sets the size
         logprobs_mode="processed_logprobs",  # divided by the temperature
         # Untied: on some CPUs vLLM has a packed copy of tied weights, which a sync would leave old.
         hf_overrides={"tie_word_embeddings": False},
         enforce_eager=args.device == "cpu",  # no compilation on a CPU
+        enable_sleep_mode=args.device != "cpu",  # on a CPU, sleep() does nothing
         distributed_executor_backend="external_launcher" if WORLD_SIZE > 1 else None,  # torchrun
     )
 
@@ -247,34 +254,31 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     """
     import vllm  # start_engine has set its variables
 
+    model.engine.wake_up()
     sync_weights(model)
     device = model.device
-    prompt_ids, prompt_mask = left_pad(prompts, device)
+    prompt_ids, prompt_mask = left_pad([ids for ids in prompts for _ in range(samples_per_prompt)], device)
     P = prompt_ids.shape[1]
     T = args.max_response_length
-    B = len(prompts) * samples_per_prompt
-    all_rows = torch.arange(B, device=device)
-    prompt_index = all_rows // samples_per_prompt  # (B,) the prompt of each row
-    sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
-    attention_mask = pad(prompt_mask[prompt_index], (0, T))
-    old_logprobs = torch.zeros(B, T, device=device)
+    sequences = pad(prompt_ids, (0, T))  # (B, P+T), with room for the response
+    attention_mask = pad(prompt_mask, (0, T))
+    old_logprobs = torch.zeros(len(sequences), T, device=device)
 
-    # A seed for each prompt, drawn after main has seeded torch; response j of a prompt gets seed + j.
-    seeds = torch.randint(2**62, (len(prompts),)).tolist()
     settings = [
         vllm.SamplingParams(
             n=samples_per_prompt,
-            seed=seed,
+            # Drawn after main has seeded torch; response j of the prompt gets seed + j.
+            seed=int(torch.randint(1_000_000_000, ())),
             temperature=0.0 if greedy else args.temperature,
             max_tokens=T,
             stop_token_ids=eos_ids(model, tokenizer),
             logprobs=0,  # of the sampled token only
             detokenize=False,
         )
-        for seed in seeds
+        for _ in prompts
     ]
-    requests = [{"prompt_token_ids": ids} for ids in prompts]
-    results = model.engine.generate(requests, settings, use_tqdm=False)
+    results = model.engine.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)
+    model.engine.sleep(level=2)  # frees the memory of its weights and its cache
     responses = [response for result in results for response in result.outputs]  # B of them
     for row, response in enumerate(responses):
         tokens = response.token_ids
@@ -282,7 +286,6 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
         sequences[row, P : P + len(tokens)] = torch.tensor(tokens)
         attention_mask[row, P : P + len(tokens)] = 1
         old_logprobs[row, : len(tokens)] = torch.tensor(logprobs)
-    truncated = [response.finish_reason != "stop" for response in responses]
 
     return {
         "sequences": sequences,
@@ -290,7 +293,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
         "response_mask": attention_mask[:, P:].bool(),
         "old_logprobs": old_logprobs,
         "entropy": -old_logprobs,
-        "truncated": torch.tensor(truncated, device=device),
+        "truncated": torch.tensor([x.finish_reason != "stop" for x in responses], device=device),
     }
 
 
@@ -683,7 +686,6 @@ def open_run(args, state, dataset):
         old = json.loads(path.read_text())
         may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
         may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-        may_change.add("kv_cache_gib")
         if not args.anneal_lr:
             may_change.add("num_iterations")
         changed = {name for name in flags if flags[name] != old.get(name)} - may_change

@@ -23,16 +23,28 @@ def with_a_seed(generate):
 
 class LLM:
     def __init__(self, name, **options):
+        self.options, self.is_asleep = options, False
         config = transformers.AutoConfig.from_pretrained(name)
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
         self.reset_prefix_cache = lambda: True
 
+    def wake_up(self):
+        self.is_asleep = False
+
+    def sleep(self, level):
+        """Level 2 loses the weights."""
+        self.is_asleep = True
+        for weight in self.model.parameters():
+            weight.data.fill_(torch.nan)
+
     def collective_rpc(self, method, kwargs):
+        assert not self.is_asleep
         self.model.load_state_dict(dict(kwargs["weights_iterator"]))
 
     def generate(self, requests, settings, use_tqdm):
+        assert not self.is_asleep
         k, heat = settings[0].n, settings[0].temperature
         prompts = [request["prompt_token_ids"] for request in requests]
         args = grpo.Args(max_response_length=settings[0].max_tokens, temperature=heat or 1.0)
