@@ -12,9 +12,8 @@ and p that of the frozen --teacher, a model with the same tokenizer, both at the
     D_t  = beta KL(p||m) + (1 - beta) KL(q||m)          KL(p||q) at beta = 0, KL(q||p) at beta = 1
     loss = 1/N_tok sum_i sum_t D_t
 
-N_tok counts the response tokens of the step over all ranks, EOS included. The gradient passes through q, not
-the sampling; distill.py estimates KL(q||p) by the sampled token. All responses are the student's: lambda is
-1. The score does not train. An update takes up to 11 float32 tensors (b, T, vocabulary).
+N_tok counts the response tokens of the step over all ranks, EOS included. distill.py estimates KL(q||p) by
+the sampled token. The student samples all responses: lambda is 1. Memory: 11 tensors (b, T, vocabulary).
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/gkd.py

@@ -62,9 +62,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   truncated       (B,)      True if the response has no EOS
 #   raw_scores      (B,)      what the reward gives
 #   scores          (B,)      the same after penalty, scale, z-score and clip
-#   sampler_logprobs (B, T)   log mu of each token: old_logprobs up to step 5, which computes log pi_old
 #   ref_logprobs    (B, T)    log pi_ref of each token
 #   kl              (B, T)    old_logprobs - ref_logprobs
+#   sampler_logprobs (B, T)   log mu of each token: old_logprobs up to step 5, which computes log pi_old
 #   advantages      (B, T)    from compute_advantages
 # Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
 

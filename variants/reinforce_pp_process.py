@@ -622,17 +622,17 @@ def score(reward, tokenizer, rows, rollout):
     except SystemExit:  # which would end the run without a word
         check(False, "--reward or --eval_reward: called sys.exit; let it return scores, or raise")
 
-    given = scores  # for each response a number, or a list with one for each token
-    scores = [sum(x) if isinstance(x, list) else x for x in given]
-    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
-    is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
-    check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
-
+    # The reward gives for each response a number, or a list with one for each token.
     rollout["token_scores"] = torch.zeros_like(rollout["old_logprobs"])
-    for row, ids, x in zip(rollout["token_scores"], response_ids(rollout), given):
+    for row, ids, x in zip(rollout["token_scores"], response_ids(rollout), scores):
         row_scores = x if isinstance(x, list) else [0.0] * (len(ids) - 1) + [x]
         check(len(row_scores) == len(ids), "--reward: give a score for each token, or one for the response")
         row[: len(ids)] = row.new_tensor(row_scores)
+    scores = [sum(x) if isinstance(x, list) else x for x in scores]
+
+    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
+    is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
+    check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
     return scores
 
 
