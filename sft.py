@@ -232,6 +232,8 @@ def check_args(args):
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
+    # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
+    check(f"{args.device} {args.dtype}" != "mps bfloat16", "--dtype bfloat16: is wrong on mps; use float32")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:

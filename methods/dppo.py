@@ -49,7 +49,6 @@ import torch.distributed as dist
 import transformers
 import tyro
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -176,7 +175,7 @@ def eos_ids(model, tokenizer):
 
 def left_pad(id_lists, device):
     """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
-    padded = pad_sequence(
+    padded = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(ids) for ids in id_lists], batch_first=True, padding_value=-1, padding_side="left"
     ).to(device)
     return padded.clamp(min=0), (padded >= 0).long()
@@ -411,8 +410,8 @@ def main(args):
             metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
             within = mean(groups.var(1))  # W; V is the variance of all scores
             if within:  # V / W (k - 1) / k compares the batch's mean with the rest of the group as a baseline
-                variance = mean((groups - metrics["score"]).square()) / k
-                metrics["score_variance_ratio"] = variance / within * (k - 1) / k
+                squares = mean((groups - metrics["score"]).square())  # k V
+                metrics["score_variance_ratio"] = squares / within * (k - 1) / k**2
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -464,6 +463,8 @@ def check_args(args):
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
+    # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
+    check(f"{args.device} {args.dtype}" != "mps bfloat16", "--dtype bfloat16: is wrong on mps; use float32")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
@@ -618,13 +619,13 @@ def score(reward, tokenizer, rows, rollout):
 
 def evaluate(args, policy, tokenizer, reward, dataset):
     """The mean score over all ranks, for each `group`; of n samples also pass@n, the mean of the best."""
-    torch.manual_seed(args.seed + RANK)  # main seeds each iteration, so that training does not depend on it
     n = args.eval_samples or 1
     all_rows = dataset * n  # of each response
     scores = torch.zeros(len(all_rows), device=args.device)
     size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, but each with a prompt of its own
     for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
         rows = all_rows[first : first + size]
+        torch.manual_seed(args.seed + first)  # main seeds each iteration, so training does not depend on it
         rollout = generate(
             args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=not args.eval_samples
         )
@@ -669,7 +670,7 @@ def open_run(args, state, dataset):
         atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
-        path.write_text(json.dumps(flags, indent=2))
+        path.write_text(json.dumps(flags))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)

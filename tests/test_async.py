@@ -99,7 +99,7 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
     "ranks, flags, reason",
     [
         (1, {}, "--sampler_ranks 1: start these and one or more to train with torchrun"),
-        (4, {"batch_size": 128}, "--batch_size 128: use a multiple of 3, "),
+        (4, {"batch_size": 128}, "--batch_size 128: use a multiple of 3"),
     ],
 )
 def test_ranks_and_flags_that_do_not_go_together(ranks, flags, reason, monkeypatch, capsys):

@@ -104,22 +104,26 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
     assert before == {path: path.read_bytes() for path in before}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_n_sampled_responses_to_each_held_out_prompt(ranks, monkeypatch):
-    """Their mean and the mean of the best, in as many rows as a rollout has. On two ranks those of both."""
-    prompts = [f"{i} + 5 ?" for i in range(7)]
-    args, tokenizer = grpo.Args(eval_samples=3, batch_size=16, max_response_length=4), make_tokenizer()
+def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
+    """Their mean and the mean of the best. Two ranks give the numbers of one with as many rows for each."""
+    prompts, tokenizer = [f"{i} + 5 ?" for i in range(7)], make_tokenizer()
     rows = [{"prompt": x, "prompt_ids": tokenizer(x)["input_ids"], "group": x < "4"} for x in prompts]
-    scored, parts = recorded(monkeypatch, grpo, "score"), []
     reward = lambda completions, **_: [float("8" in x or "6" in x) for x in completions]  # noqa: E731
-    monkeypatch.setattr(grpo, "WORLD_SIZE", ranks)
-    monkeypatch.setattr(grpo, "all_sum", lambda x: parts.append(x) or sum(parts))  # of the ranks so far
-    for rank in range(ranks):
-        monkeypatch.setattr(grpo, "RANK", rank)
-        metrics = grpo.evaluate(args, make_model("llama"), tokenizer, reward, rows)
-    scores = {}
+    found = []
+    for ranks in (1, 2):
+        scored, parts = recorded(monkeypatch, grpo, "score"), []
+        args = grpo.Args(eval_samples=3, batch_size=8 * ranks, max_response_length=4)
+        monkeypatch.setattr(grpo, "WORLD_SIZE", ranks)
+        monkeypatch.setattr(grpo, "all_sum", lambda x, parts=parts: parts.append(x) or sum(parts))
+        for rank in range(ranks):
+            monkeypatch.setattr(grpo, "RANK", rank)
+            metrics = grpo.evaluate(args, make_model("llama"), tokenizer, reward, rows)
+        found.append(metrics)
+    assert found[0] == found[1]
+
+    scores = {}  # of the two ranks
     for (_, _, its_rows, _), its_scores in scored:
-        assert len(its_rows) <= 16 // ranks
+        assert len(its_rows) <= 8
         for row, x in zip(its_rows, its_scores.tolist()):
             scores.setdefault((row["group"], row["prompt"]), []).append(x)
     assert {len(x) for x in scores.values()} == {3} and any(0 < sum(x) < 3 for x in scores.values())

@@ -43,6 +43,7 @@ REFUSED = {
     ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
     ("process", "tools"): "a token of the tool would need a score",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
+    ("async", "vllm"): "each rank would have an engine, also those that only train; not tried",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add

@@ -337,8 +337,8 @@ $("step").onclick = () => (both(step), draw());
 $("sample").onclick = () => (both(sample), draw());
 $("again").onclick = begin;
 $("seeds").onclick = trySeeds;
-for (const kind of ["pointerover", "focusin"])
-  $("train").addEventListener(kind, ({ target }) => say(target.dataset.says ?? document.activeElement.dataset.says ?? summary));
+const read = ({ target }) => say(target.dataset.says ?? document.activeElement.dataset.says ?? summary);
+for (const kind of ["pointerover", "focusin"]) $("train").addEventListener(kind, read);
 // In the tree and the rollout, the arrow keys go from number to number.
 $("train").onkeydown = (event) => {
   const all = [...(event.target.closest("#tree, #rows")?.querySelectorAll("[data-says]") ?? [])];
