@@ -124,8 +124,7 @@ def compute_advantages(args, rollout):
     """Returns {"advantages": (B, T)}: each score less its overlong penalty, normalized in its group."""
     excess = rollout["response_mask"].sum(1) - args.max_response_length + args.overlong_buffer  # (B,)
     penalty = excess.clamp(min=0).to(rollout["scores"]) / max(1, args.overlong_buffer)
-    scores = rollout["scores"] - penalty
-    groups = scores.view(-1, args.samples_per_prompt)  # (prompts, k)
+    groups = (rollout["scores"] - penalty).view(-1, args.samples_per_prompt)  # (prompts, k)
     # Shifted by the first score, equal scores give exactly 0, not a rounding error divided by 1e-4.
     shifted = groups - groups[:, :1]
     advantages = (shifted - shifted.mean(1, keepdim=True)) / (shifted.std(1, keepdim=True) + 1e-4)
@@ -166,8 +165,7 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
         if is_full or num_rollouts >= args.max_rollouts or not unused:
             break
         num_rollouts += 1
-        order = torch.randperm(len(unused))[: local_batch // k]
-        prompt_rows = [unused[i] for i in order]
+        prompt_rows = [unused[i] for i in torch.randperm(len(unused))[: local_batch // k]]
         new = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
         new_rows = [row for row in prompt_rows for _ in range(k)]
         new["raw_scores"] = score(reward, tokenizer, new_rows, new)
@@ -177,7 +175,7 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
             if tensor.dim() == 1:  # (B,)
                 rollout[name] = torch.stack(responses)
             else:  # (B, P+T) or (B, T); only P may differ, so only prompts are padded, on the left
-                rollout[name] = pad_sequence(responses, batch_first=True, padding_side="left")
+                rollout[name] = torch.nn.utils.rnn.pad_sequence(responses, True, padding_side="left")
 
     count = total(torch.ones_like(rollout["raw_scores"]))
     metrics = {
