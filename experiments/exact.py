@@ -7,29 +7,20 @@ policy can give. A script that joins the repository gets its curves without an e
 """
 
 import math
-import runpy
-import tempfile
 from functools import cache
+from importlib import import_module
 from itertools import product
-from types import SimpleNamespace
 
 import torch
-from common import POLICY_SCRIPTS, patched, run_all
+from common import POLICY_SCRIPTS, run_all
 from explain import loss_and_push, make_rollout
 
 float64 = {"dtype": torch.float64}
 
 
-@cache
-def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
-    """What a copy of the script with these patches defines."""
-    with tempfile.TemporaryDirectory() as folder:
-        return SimpleNamespace(**runpy.run_path(patched(script, patches, folder)))
-
-
 def make_args(script: str, **values):
     """The script's default flags with these values; no KL and no length penalty unless given."""
-    args = module(script).Args()
+    args = import_module(script).Args()
     for name, value in {"kl_coef": 0.0, "overlong_buffer": 0, **values}.items():
         setattr(args, name, value)
     return args
@@ -43,15 +34,17 @@ def one_token(scores) -> dict:
 def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
     """(B, T): on policy, minus the derivative of the loss with respect to the log-prob of each token."""
     if "advantages" not in rollout:
-        rollout = rollout | module(script).compute_advantages(args, rollout)
-    return loss_and_push(module(script), args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
+        rollout = rollout | import_module(script).compute_advantages(args, rollout)
+    return loss_and_push(
+        import_module(script), args, rollout, rollout["old_logprobs"], num_sequences, num_tokens
+    )[1]
 
 
 def advantages(script: str, scores, lengths=None) -> torch.Tensor | None:
     """The advantage of each response's first token; None if the script needs more than scores and lengths."""
     rollout = one_token(scores) if lengths is None else make_rollout(scores, lengths)
     try:
-        return module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
+        return import_module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
     except (AttributeError, KeyError):
         return None
 

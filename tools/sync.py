@@ -214,9 +214,8 @@ def started_as(text: str, name: str, path: str) -> str:
 
 
 def patches(root: Path = ROOT) -> dict[str, Path]:
-    """The path of each patch by its name: those to use, and those with which experiments/ break scripts."""
-    found = [*root.glob("patches/*.patch"), *root.glob("experiments/patches/*.patch")]
-    return {path.stem: path for path in found}
+    """The path of each patch by its name."""
+    return {path.stem: path for path in sorted(root.glob("patches/*.patch"))}
 
 
 def apply(source: str, diff: str, name: str = "") -> str:
