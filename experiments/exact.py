@@ -33,11 +33,10 @@ def one_token(scores) -> dict:
 
 def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
     """(B, T): on policy, minus the derivative of the loss with respect to the log-prob of each token."""
+    module = import_module(script)
     if "advantages" not in rollout:
-        rollout = rollout | import_module(script).compute_advantages(args, rollout)
-    return loss_and_push(
-        import_module(script), args, rollout, rollout["old_logprobs"], num_sequences, num_tokens
-    )[1]
+        rollout = rollout | module.compute_advantages(args, rollout)
+    return loss_and_push(module, args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
 
 
 def advantages(script: str, scores, lengths=None) -> torch.Tensor | None:

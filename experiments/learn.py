@@ -114,11 +114,6 @@ def change(a: str, old: str, b: str, new: str) -> None:
     print("```\n")
 
 
-def worked(flags: str) -> None:
-    """Print the table of a command of tools/explain.py."""
-    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
-
-
 def methods() -> None:
     """Print the choices of each method, and the one that docs/methods.md compares it with."""
     columns = tomllib.loads((ROOT / "experiments" / "learn.toml").read_text())
