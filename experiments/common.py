@@ -84,21 +84,20 @@ def defaults(script: str) -> dict:
 
 
 def words_of(flags: dict) -> list[str]:
-    """A command line of these flags; True stands for a flag without a value, a list for several values."""
+    """The words of a command line with these flags."""
     words = []
     for name, value in flags.items():
-        words.append(f"--{name}")
-        for x in value if isinstance(value, list) else [value]:
-            if x is not True:
-                words.append(f"{x:g}".replace("e-0", "e-") if isinstance(x, float) else str(x))
+        text = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+        words += [f"--{name}", text]
     return words
 
 
-def train(script: str, flags: dict, run_dir: Path, change: Callable = str) -> list[dict]:
+def train(script: str, flags: dict, run_dir: Path, change: Callable | None = None) -> list[dict]:
     """Run a copy of a script, whose source `change` may edit. Returns the lines of its metrics.jsonl."""
     path = sync.paths()[script]
     copy = run_dir.parent / path.name
-    copy.write_text(change(path.read_text()))
+    source = path.read_text()
+    copy.write_text(change(source) if change else source)
     command = [sys.executable, copy, *words_of(flags | {"run_dir": run_dir})]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
@@ -150,12 +149,11 @@ def measured(name: str) -> None:
     print("\n" + (RESULTS / f"{name}.txt").read_text())
 
 
-def group_by(rows: list, *keys: str | Callable) -> dict[tuple, list]:
-    """The rows with equal values under these keys, or of these functions, in the order in which they first come."""
+def group_by(rows: list, key: Callable) -> dict:
+    """The rows for which key gives the same value, by this value, in the order in which they first come."""
     groups = {}
     for row in rows:
-        values = tuple(key(row) if callable(key) else row[key] for key in keys)
-        groups.setdefault(values, []).append(row)
+        groups.setdefault(key(row), []).append(row)
     return groups
 
 
@@ -168,8 +166,7 @@ def show(values: list[float]) -> str:
     """Mean, and with several values the lowest and the highest."""
     if len(values) < 2:
         return "".join(f"{value:.2f}" for value in values)
-    between = " to " if min(values) < 0 else "-"
-    return f"{mean(values):.2f} ({min(values):.2f}{between}{max(values):.2f})"
+    return f"{mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:

@@ -4,16 +4,14 @@ import math
 import textwrap
 
 import matplotlib.pyplot as plt
-from common import ROOT, group_by, load, table
-from exact import FAMILY, KLS, RATES
+from common import ROOT, load, table
+from exact import RATES
 from PIL import Image
 
 P = RATES.tolist()
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#222222"
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
 STYLE |= {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.formatter.min_exponent": 8}
-# Nats per token: from the ends to the peaks of `kl` in runs of the toy; SmolLM2 lies between
-OUR_RUNS = (0.07, 0.5)
 
 
 def relative(row: dict) -> list[float]:
@@ -82,50 +80,9 @@ def draw_length():
     return figure
 
 
-def kl_by_term() -> dict[str, list[tuple]]:
-    """For each term and family of policies: the cosines, and the noise relative to that of k2."""
-    result = {}
-    for terms in group_by(load("exact_kl"), *FAMILY).values():
-        noise = {row["term"]: row["noise"] for row in terms}
-        for row in terms:
-            ratios = [x / y for x, y in zip(row["noise"], noise["k2 in the loss"])]
-            result.setdefault(row["term"], []).append((row["cosine"], ratios))
-    return result
-
-
-def draw_kl():
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.2))
-    for (term, runs), color in zip(kl_by_term().items(), (BLUE, GREEN, ORANGE, BLACK)):
-        style = {"color": color, "ls": "--" if "clamped" in term else "-"}
-        for run in runs:
-            for axis, values in zip(axes, run):
-                axis.plot(KLS, values, lw=1, **style)
-        axes[0].plot([], [], label=term, **style)
-    for axis in axes:
-        axis.axvspan(*OUR_RUNS, color="#EEEEEE", zorder=0)
-        axis.set(xscale="log", xlim=(KLS[0], OUR_RUNS[1]), xlabel="KL from the reference, nats per token")
-    axes[0].set(title="Cosine with the gradient of the KL", ylim=(0.6, 1.01))
-    axes[0].legend(loc="lower left", frameon=False)
-    axes[1].set(title="Noise, relative to k2", yscale="log", ylim=(0.7, 1500))
-    axes[1].text(OUR_RUNS[0], 0.8, " our runs")
-    return figure
-
-
-def kl_terms() -> None:
-    """Print the range of each term over the families of policies."""
-    lines = []
-    for term, runs in kl_by_term().items():
-        lines.append([term])
-        for i in range(len(KLS)):
-            cosines, noises = ([values[i] for values in run] for run in zip(*runs))
-            cell = f"{min(cosines):.2f} to {max(cosines):.2f} / {min(noises):.1f} to {max(noises):.1f}"
-            lines[-1].append(cell)
-    table(["cosine / noise", *(f"{x:g} nats" for x in KLS)], lines, load("exact_kl"))
-
-
 if __name__ == "__main__":
     plt.rcParams.update(STYLE)  # not on import: cog imports this module beside others that draw
-    for draw in (draw_weights, draw_length, draw_kl):
+    for draw in (draw_weights, draw_length):
         file = ROOT / "docs" / f"exact_{draw.__name__.removeprefix('draw_')}.png"
         draw().savefig(file, dpi=110)
         Image.open(file).convert("RGB").quantize(96).save(file, optimize=True)  # a third of the bytes

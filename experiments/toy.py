@@ -111,7 +111,7 @@ def table(name: str) -> None:
     flag, values = experiment.split
     columns = [(head, value, number) for value in values for head, number in experiment.columns.items()]
     lines = []
-    for (text,), runs in group_by(rows, experiment.line).items():
+    for text, runs in group_by(rows, experiment.line).items():
         lines.append([text])
         for _, value, number in columns:
             lines[-1].append(show([number(run) for run in runs if run["flags"].get(flag) == values[value]]))
