@@ -39,5 +39,6 @@ def test_what_docs_learn_says_of_the_toy_policy_and_of_the_kl(capsys):
     assert (think, answer, right, six) == pytest.approx((0.357, 0.643, 0.805, 0.097), abs=5e-4)
     learn.kl()
     pulls = [float(line[17:23]) for line in capsys.readouterr().out.splitlines() if " in the " in line]
-    expected = [0.301, 0.301, 0.343, 0]  # k1 in the reward, k2, k3, k1 in the loss
-    assert pulls == pytest.approx(expected, abs=0.005)
+    assert pulls == pytest.approx(
+        [0.301, 0.301, 0.343, 0], abs=0.005
+    )  # k1 in the reward, k2, k3, k1 in the loss
