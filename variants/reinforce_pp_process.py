@@ -61,8 +61,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   entropy         (B, T)    of the distribution that the token was sampled from
 #   truncated       (B,)      True if the response has no EOS
 #   raw_scores      (B,)      what the reward gives
-#   scores          (B,)      the same after penalty, scale, z-score and clip
 #   token_scores    (B, T)    the score of each token, after penalty, scale and clip
+#   scores          (B,)      the same after penalty, scale, z-score and clip
 #   ref_logprobs    (B, T)    log pi_ref of each token
 #   kl              (B, T)    old_logprobs - ref_logprobs
 #   advantages      (B, T)    from compute_advantages
