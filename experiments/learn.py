@@ -42,6 +42,8 @@ RUNS = {
     "no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
     "no KL": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0}, ""),
     "β = 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
+    "β = 0.3": ("reinforce", {"num_iterations": 60, "kl_coef": 0.3}, ""),
+    "β = 0.1": ("reinforce", {"num_iterations": 60, "kl_coef": 0.1}, ""),
     "k2 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
     "k1 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
     "reinforce_pp.py": ("reinforce_pp", SHORT, ""),
