@@ -87,7 +87,7 @@ def runs(*names: str, **columns: tuple) -> None:
     for name in names:
         rows = rows_of(name)
         cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
-        cells += [[f"{row[key][third]:.2f}" for row in rows] for key, third in columns.values()]
+        cells += [[f"{row[key][third] + 0:.2f}" for row in rows if key in row] for key, third in columns.values()]
         lines.append([name, *map("; ".join, cells)])
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
