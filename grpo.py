@@ -15,8 +15,8 @@ the policy in training, pi_ref the frozen --model; o_t is token t. With beta = k
 
 N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
 included. The std divides by k - 1; the paper leaves that open, and has no 1e-4. Tokens of short responses
-(1/T_i) and prompts with nearly equal scores (1/std) weigh more than others; rloo.py has neither factor. Left
-out: process rewards and iterative GRPO (4.1.3, 4.1.4). Variants: grpo_lora.py, grpo_fsdp.py, grpo_vllm.py.
+(1/T_i) and prompts with nearly equal scores (1/std) weigh more than others; rloo.py has neither. Left out:
+process rewards, iterative GRPO (4.1.3, 4.1.4). Variants: grpo_lora.py, _fsdp.py, _vllm.py, _correction.py.
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
 
     python grpo.py

@@ -434,7 +434,7 @@ def open_run(args, state, dataset):
         atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
-        path.write_text(json.dumps(flags, indent=2))
+        path.write_text(json.dumps(flags))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,37 +84,22 @@ def defaults(script: str) -> dict:
 
 
 def words_of(flags: dict) -> list[str]:
-    """A command line of these flags; True stands for a flag without a value, a list for several values."""
+    """The words of a command line with these flags."""
     words = []
     for name, value in flags.items():
-        words.append(f"--{name}")
-        for x in value if isinstance(value, list) else [value]:
-            if x is not True:
-                words.append(f"{x:g}".replace("e-0", "e-") if isinstance(x, float) else str(x))
+        text = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+        words += [f"--{name}", text]
     return words
 
 
-def patched(script: str, patches: Iterable[str], folder: str | Path) -> Path:
-    """A copy of a script in this folder, in methods/ or variants/ if it is there, with these patches."""
+def train(script: str, flags: dict, run_dir: Path, change: Callable | None = None) -> list[dict]:
+    """Run a copy of a script, whose source `change` may edit. Returns the lines of its metrics.jsonl."""
     path = sync.paths()[script]
-    copy = Path(folder, path.relative_to(ROOT))
-    copy.parent.mkdir(exist_ok=True)
-    shutil.copy(path, copy)
-    for patch in patches:
-        copy.write_text(sync.apply(copy.read_text(), sync.patches()[patch].read_text(), script))
-    return copy
-
-
-def train(script: str, flags: dict, run_dir: Path, patches=(), change=None, **env: str) -> list[dict]:
-    """Run a copy of a script with these patches. Returns the lines of its metrics.jsonl.
-
-    change is a function that gets the folder of the copy and edits it; env are environment variables.
-    """
-    file = patched(script, patches, run_dir.parent)
-    if change:
-        change(run_dir.parent)
-    command = [sys.executable, file, *words_of(flags | {"run_dir": run_dir})]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    copy = run_dir.parent / path.name
+    source = path.read_text()
+    copy.write_text(change(source) if change else source)
+    command = [sys.executable, copy, *words_of(flags | {"run_dir": run_dir})]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=env)
     return read_jsonl(run_dir / "metrics.jsonl")
 
@@ -160,27 +144,29 @@ def demo() -> None:
     print("\n```", lines[first], *lines[last : last + 2], "```\n", sep="\n")
 
 
-def group_by(rows: list, *keys: str | Callable) -> dict[tuple, list]:
-    """The rows with equal values under these keys, or of these functions, in the order in which they first come."""
+def measured(name: str) -> None:
+    """Print a table that was measured once."""
+    print("\n" + (RESULTS / f"{name}.txt").read_text())
+
+
+def group_by(rows: list, key: Callable) -> dict:
+    """The rows for which key gives the same value, by this value, in the order in which they first come."""
     groups = {}
     for row in rows:
-        values = tuple(key(row) if callable(key) else row[key] for key in keys)
-        groups.setdefault(values, []).append(row)
+        groups.setdefault(key(row), []).append(row)
     return groups
 
 
 def label(run: dict) -> str:
-    """Script, flags and patches of a run, such as `raft.py --num_iterations 160`."""
-    command = " ".join([f"{run['script']}.py", *words_of(run["flags"])])
-    return ", ".join([f"`{command}`", *(f"`{patch}.patch`" for patch in run.get("patches", []))])
+    """Script and flags of a run, such as `raft.py --num_iterations 160`."""
+    return f"`{' '.join([run['script'] + '.py', *words_of(run['flags'])])}`"
 
 
 def show(values: list[float]) -> str:
     """Mean, and with several values the lowest and the highest."""
     if len(values) < 2:
         return "".join(f"{value:.2f}" for value in values)
-    between = " to " if min(values) < 0 else "-"
-    return f"{mean(values):.2f} ({min(values):.2f}{between}{max(values):.2f})"
+    return f"{mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:

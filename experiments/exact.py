@@ -7,29 +7,20 @@ policy can give. A script that joins the repository gets its curves without an e
 """
 
 import math
-import runpy
-import tempfile
 from functools import cache
+from importlib import import_module
 from itertools import product
-from types import SimpleNamespace
 
 import torch
-from common import POLICY_SCRIPTS, patched, run_all
+from common import POLICY_SCRIPTS, run_all
 from explain import loss_and_push, make_rollout
 
 float64 = {"dtype": torch.float64}
 
 
-@cache
-def module(script: str, patches: tuple[str, ...] = ()) -> SimpleNamespace:
-    """What a copy of the script with these patches defines."""
-    with tempfile.TemporaryDirectory() as folder:
-        return SimpleNamespace(**runpy.run_path(patched(script, patches, folder)))
-
-
 def make_args(script: str, **values):
     """The script's default flags with these values; no KL and no length penalty unless given."""
-    args = module(script).Args()
+    args = import_module(script).Args()
     for name, value in {"kl_coef": 0.0, "overlong_buffer": 0, **values}.items():
         setattr(args, name, value)
     return args
@@ -42,16 +33,17 @@ def one_token(scores) -> dict:
 
 def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
     """(B, T): on policy, minus the derivative of the loss with respect to the log-prob of each token."""
+    module = import_module(script)
     if "advantages" not in rollout:
-        rollout = rollout | module(script).compute_advantages(args, rollout)
-    return loss_and_push(module(script), args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
+        rollout = rollout | module.compute_advantages(args, rollout)
+    return loss_and_push(module, args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
 
 
 def advantages(script: str, scores, lengths=None) -> torch.Tensor | None:
     """The advantage of each response's first token; None if the script needs more than scores and lengths."""
     rollout = one_token(scores) if lengths is None else make_rollout(scores, lengths)
     try:
-        return module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
+        return import_module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
     except (AttributeError, KeyError):
         return None
 
@@ -168,6 +160,7 @@ def measure_length(run_dir, script, can_tell, pace=0.1) -> dict:
     return {"path": path}
 
 
+# --- 3. kl: policies whose KL is known, and the slopes of each term, for tests/test_exact.py ---
 class Tree:
     """Policies on all responses of `depth` tokens, many at once; each prefix has its own logits."""
 
@@ -192,58 +185,6 @@ class Tree:
         one, other = self.logprobs(one).sum(2), self.logprobs(other).sum(2)
         return (one.exp() * (one - other)).sum(1)
 
-    def tilted(self, logits, values, strength) -> torch.Tensor:
-        """The policy proportional to the given one times exp(strength * values); values (S, N), strength (S,)."""
-        log_old, result = logits.log_softmax(-1), torch.zeros_like(logits)
-        value = strength[:, None] * values
-        for t in reversed(range(self.depth)):
-            rows = slice(self.firsts[t], self.firsts[t + 1])
-            result[:, rows] = log_old[:, rows] + value.view(len(logits), -1, self.vocabulary)
-            value = result[:, rows].logsumexp(2)
-        return result
-
-
-def bisect(function, target: float, seeds: int) -> torch.Tensor:
-    """(S,): where each of the rising functions reaches the target."""
-    low, high = torch.zeros(seeds, **float64), torch.ones(seeds, **float64)
-    for _ in range(12):
-        high = torch.where(function(high) < target, 2 * high, high)
-    for _ in range(24):
-        middle = (low + high) / 2
-        is_low = function(middle) < target
-        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
-    return high
-
-
-# --- 3. kl: the expected gradient of each KL term, against that of the KL of whole responses ---
-KLS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3)  # nats per token
-KL_POLICIES = 32
-# Vocabulary, tokens, and how the policy left its reference: towards a response that was rare, towards any, or at random
-KL_FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 3)) for way in ("rare", "any", "random")]
-FAMILY = ("vocabulary", "depth", "way")
-KL_TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss", "k3, clamped")
-
-
-@cache
-def kl_policies(vocabulary: int, depth: int, way: str):
-    """Tree, references (S, prefixes, V), and for each of KLS the policies at that distance."""
-    tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(depth)
-    found = []
-    while len(found) < KL_POLICIES:
-        ref, noise = tree.random(1, generator), tree.random(1, generator)
-        value = torch.randn(1, vocabulary**depth, generator=generator, **float64)
-        # The largest KL that a tilt reaches is that of the best response alone.
-        farthest = -tree.logprobs(ref).sum(2)[0, value.argmax()]
-        if way == "random" or farthest > KLS[-1] * depth + (4 if way == "rare" else 0.5):
-            found.append((ref, value, noise))
-    ref, value, noise = (torch.cat(tensors) for tensors in zip(*found))
-
-    def path(strength):
-        return ref + strength[:, None, None] * noise if way == "random" else tree.tilted(ref, value, strength)
-
-    targets = [x * depth for x in KLS]
-    return tree, ref, [path(bisect(lambda x: tree.kl(path(x), ref), y, KL_POLICIES)) for y in targets]
-
 
 def kl_slopes(term: str, ref, new) -> torch.Tensor:
     """(R, D): on policy, the slopes of a KL term alone, from the log-probs (R, D); sums over tokens."""
@@ -254,28 +195,7 @@ def kl_slopes(term: str, ref, new) -> torch.Tensor:
     if script != "remax":
         rollout["advantages"] = torch.zeros_like(new)
     num_sequences = 1 / depth if script == "grpo" else 1  # its mean over tokens, too, becomes a sum
-    slope = slopes(script, make_args(script, kl_coef=1.0), rollout, num_sequences, 1)
-    k3 = (ref - new).exp() - 1 - (ref - new)
-    return slope * (k3 < 10) if term == "k3, clamped" else slope  # as verl: no gradient where k3 is above 10
-
-
-def measure_kl(run_dir, vocabulary, depth, way, term) -> dict:
-    """Per KL, medians over the policies: cosine with the gradient of the KL, and noise to signal."""
-    tree, ref, policies = kl_policies(vocabulary, depth, way)
-    cosines, noises = [], []
-    for new in policies:
-        leaf = new.clone().requires_grad_()
-        (exact,) = torch.autograd.grad(tree.kl(leaf, ref).sum(), leaf)  # (S, prefixes, V)
-        ref_lp, new_lp = tree.logprobs(ref), tree.logprobs(new)  # (S, N, D)
-        slope = -kl_slopes(term, ref_lp.flatten(0, 1), new_lp.flatten(0, 1)).view_as(new_lp)  # of the penalty
-        weight = slope * new_lp.sum(2).exp()[..., None]
-        (found,) = torch.autograd.grad((tree.logprobs(leaf) * weight).sum(), leaf)
-        # Squared norm of the gradient of each log-prob
-        norms = 1 - 2 * new_lp.exp() + new.softmax(-1).square().sum(-1)[:, tree.prefixes]
-        size, exact_size = (x.flatten(1).norm(dim=1) for x in (found, exact))
-        cosines.append(((found * exact).sum((1, 2)) / (size * exact_size)).median())
-        noises.append(((weight * slope * norms).sum((1, 2)) / size.square() - 1).median())
-    return {"cosine": short(cosines), "noise": short(noises)}
+    return slopes(script, make_args(script, kl_coef=1.0), rollout, num_sequences, 1)
 
 
 if __name__ == "__main__":
@@ -284,5 +204,3 @@ if __name__ == "__main__":
     run_all("exact_weights", [{"script": x, "k": 8} for x in group_scripts()] + sizes, measure_weight, 1)
     lengths = [{"script": x, "can_tell": y} for y in (True, False) for x in length_scripts()]
     run_all("exact_length", lengths, measure_length, 1)
-    families = [dict(zip(FAMILY, family)) for family in KL_FAMILIES]
-    run_all("exact_kl", [family | {"term": term} for family in families for term in KL_TERMS], measure_kl, 1)

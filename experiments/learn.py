@@ -59,7 +59,7 @@ KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_ba
 
 def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
     flags = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
-    lines = common.train(script, flags, run_dir, change=BUGS[bug].plant_in if bug else None)
+    lines = common.train(script, flags, run_dir, BUGS[bug].plant if bug else None)
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
@@ -116,11 +116,6 @@ def change(a: str, old: str, b: str, new: str) -> None:
         found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
         print(*(f"{sign} {line}" for line in found), sep="\n")
     print("```\n")
-
-
-def worked(flags: str) -> None:
-    """Print the table of a command of tools/explain.py."""
-    explain.print_group(tyro.cli(explain.Args, args=flags.split()))
 
 
 def methods() -> None:

@@ -31,14 +31,9 @@ CELLS += [("grpo_lora", "7B", 128, 4), ("grpo_lora", "7B", 48, 1)]
 def make_model(size, dtype, vocab_size=151936):
     """A Qwen2 with random weights."""
     hidden, inner, layers, heads, kv_heads = size
-    shape = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "eos_token_id": 1,
-    }
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab_size}
-    config = transformers.Qwen2Config(**shape, tie_word_embeddings=hidden < 3584)
+    config = transformers.Qwen2Config(**shape, eos_token_id=1, tie_word_embeddings=hidden < 3584)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

@@ -10,6 +10,7 @@ The first iteration of a run does not count, and the learning rate is so small t
 import subprocess
 import sys
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def tokens_per_second(runs: list[dict]) -> float:
 def summary() -> None:
     """Print the speed of all runs of a system together, that of the slowest and the fastest, and the highest peak."""
     lines, yardstick = [], {}
-    for (workload, system), runs in group_by(load("speed"), "workload", "system").items():
+    for (workload, system), runs in group_by(load("speed"), itemgetter("workload", "system")).items():
         speed, each = tokens_per_second(runs), [tokens_per_second([run]) for run in runs]
         ratio = speed / yardstick.setdefault(workload, speed)
         peak = max(run["peak_gib"] for run in runs)

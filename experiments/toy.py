@@ -19,24 +19,18 @@ from common import POLICY_SCRIPTS, ROOT, curve, defaults, group_by, label, load,
 
 BATCH = 128  # responses of an iteration
 CHAINS = ("greedy 2-5", "greedy 6", "greedy 8")  # held-out chains by their length
-SUMS = ("greedy 2 numbers", "greedy 3 numbers", "greedy 4 numbers")  # held-out sums for the calculator
 
 
 @dataclass(frozen=True)
 class Experiment:
-    runs: list[tuple]  # script and flags, perhaps patches and staleness
+    runs: list[tuple]  # script and flags
     seeds: int
     keys: list[str]  # metrics whose curves a row keeps, besides the evaluations
     columns: dict[str, Callable]  # by its head, the number of a run
     shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
     line: Callable = label  # runs for which this gives the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
-    judges: dict = field(default_factory=dict)  # by name, flags of grpo.py that evaluate the trained model
     picture: Callable | None = None  # gives the name of a run's line in docs/<name>.png, if it is there
-
-
-def first(count: int, *keys: str) -> dict[str, Callable]:
-    return {f"{key}, first {count}": lambda run, key=key: mean(run[key][:count]) for key in keys}
 
 
 def last(count: int, *keys: str) -> dict[str, Callable]:
@@ -80,64 +74,14 @@ EXPERIMENTS["hacking"] = Experiment(
     picture=lambda run: f"beta {run['flags']['kl_coef']:g}" if run["script"] == "reinforce_pp" else None,
 )
 
-# The same pairs in two ways: DPO, and RL on a reward model that was trained on them
-PAIRS = [("dpo", {"learning_rate": rate}) for rate in (2e-5, 5e-5, 1e-4, 2e-4)]
-PAIRS += [("reinforce_pp", {"num_iterations": n, "kl_coef": x}) for n, x in ((20, 0.05), (80, 0.05), (80, 0))]
-EXPERIMENTS["preferences"] = Experiment(
-    PAIRS,
-    seeds=3,
-    keys=[],
-    columns=final(*CHAINS, "reward model 2-5"),
-    shared=MODEL | {"eval_every": 0},
-    judges={"greedy": {"reward": "exact_answer"}, "reward model": MODEL},
-)
-
-# Two rewards that pull apart: a right answer, and a short response
-WORDS, SHARE, WORDS_SUM, SHARE_SUM = (
-    {"reward": f"experiments/two_rewards.py:{name}"} for name in ("words", "share", "words_sum", "share_sum")
-)
-TWO = [("grpo", WORDS_SUM), ("grpo", SHARE_SUM), ("gdpo", WORDS), ("gdpo", SHARE)]
-EXPERIMENTS["multi_reward"] = Experiment(
-    [*TWO, ("gdpo", WORDS | {"reward_weights": [1, 0.25]})],
-    seeds=2,
-    keys=["response_length"],
-    columns=final("greedy 2-5") | first(1, "response_length") | last(10, "response_length"),
-    shared={"eval_reward": "exact_answer"},
-)
-
-# From the same start, after equally many generated tokens
-SELF = [("sdpo", flags) for flags in ({}, {"learning_rate": 2e-4}, {"model": "toy/policy"})]
-SELF += [(script, {"model": "toy/hinted"}) for script in ("grpo", "distill")]
-BUDGETS = {f"{n} k tokens": partial(after_tokens, 1000 * n) for n in (25, 50, 100)}
-EXPERIMENTS["self_distillation"] = Experiment(
-    SELF,
-    seeds=2,
-    keys=["score", "response_length"],
-    columns=first(1, "score") | BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
-)
-
 # The sampled token or the whole vocabulary, from the same start; --beta 0.5 is gkd.py's default
+BUDGETS = {f"{n} k tokens": partial(after_tokens, 1000 * n) for n in (25, 50, 100)}
 GKD = [("gkd", flags) for flags in ({"beta": 0.0}, {}, {"beta": 1.0}, {"beta": 1.0, "top_k": 2})]
 EXPERIMENTS["divergences"] = Experiment(
     [("distill", {}), *GKD],
     seeds=5,
     keys=["score", "kl", "response_length", "entropy"],
     columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
-)
-
-# One process does what flash_reinforce_async.py does with two ranks: the patch samples with the weights of n updates
-# ago, n from the environment. A test compares the two, bit by bit. With n = 0 every gate is open.
-GATES = {"no gate": 1e6, "δ = 0.01": 0.01, "δ = 0.003": 0.003}
-OLD = product((2e-4, 1e-4), (0, 1, 2, 4), GATES.values())
-OLD = [({"learning_rate": rate, "delta": delta}, n) for rate, n, delta in OLD if n or delta == 0.003]
-EXPERIMENTS["staleness"] = Experiment(
-    [("flash_reinforce", flags, ["delayed"], n) for flags, n in OLD],
-    seeds=5,
-    keys=["score", "rejected"],
-    columns=last(10, "score") | {"rejected": lambda run: mean(run["rejected"])},
-    line=lambda run: f"rate {run['flags']['learning_rate']:g}, n = {run['staleness']}",
-    split=("delta", GATES),
-    shared={"eval_every": 0},
 )
 
 # A score for the answer, for each right step, or for each true equation
@@ -150,32 +94,15 @@ EXPERIMENTS["process"] = Experiment(
     shared={"eval_reward": "exact_answer"},
 )
 
-TOOLS = [({}, []), ({"max_calls": 0}, []), ({}, ["results_in_loss"])]
-CALLS = ["score", "calls", "kl", "entropy", "grad_norm"]
-EXPERIMENTS["tool_use"] = Experiment(
-    [("reinforce_pp_tools", *run) for run in TOOLS],
-    seeds=3,
-    keys=CALLS,
-    columns=first(3, "score", "calls") | final(*SUMS) | last(10, *CALLS),
-)
-
-
 # --- training, tables, pictures ---
 
 
-def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int, patches=(), **env) -> dict:
+def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> dict:
     shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
-    env = {name.upper(): str(value) for name, value in env.items()}
-    lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir, patches, **env)
+    lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir)
     row = {key: curve(lines, key) for key in experiment.keys}
-    evaluations = {"greedy": lines}
-    for name, judge in experiment.judges.items():
-        judge = {"model": run_dir / "model", "num_iterations": 0} | judge
-        evaluations[name] = train("grpo", judge, run_dir.parent / name)
-    for name, lines in evaluations.items():
-        keys = [key for key in lines[-1] if key.startswith("eval/score/")]
-        row |= {key.replace("eval/score/", f"{name} "): curve(lines, key) for key in keys}
-    return row
+    evaluations = [key for key in lines[-1] if key.startswith("eval/score/")]
+    return row | {key.replace("eval/score/", "greedy "): curve(lines, key) for key in evaluations}
 
 
 def table(name: str) -> None:
@@ -184,7 +111,7 @@ def table(name: str) -> None:
     flag, values = experiment.split
     columns = [(head, value, number) for value in values for head, number in experiment.columns.items()]
     lines = []
-    for (text,), runs in group_by(rows, experiment.line).items():
+    for text, runs in group_by(rows, experiment.line).items():
         lines.append([text])
         for _, value, number in columns:
             lines[-1].append(show([number(run) for run in runs if run["flags"].get(flag) == values[value]]))
@@ -207,9 +134,9 @@ def draw(name: str) -> None:
 
 
 def main(name: tyro.conf.Positional[Literal[tuple(EXPERIMENTS)]]) -> None:
-    experiment, keys = EXPERIMENTS[name], ("script", "flags", "patches", "staleness")
-    seeds = range(1, experiment.seeds + 1)
-    cells = [dict(zip(keys, run)) | {"seed": seed} for run in experiment.runs for seed in seeds]
+    experiment = EXPERIMENTS[name]
+    runs = product(experiment.runs, range(1, experiment.seeds + 1))
+    cells = [{"script": script, "flags": flags, "seed": seed} for (script, flags), seed in runs]
     common.run_all(name, cells, partial(measure, experiment))
     if experiment.picture:
         draw(name)

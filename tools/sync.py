@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import suppress
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 
@@ -33,7 +33,7 @@ VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 TOP = 999  # characters in which it stands
 # The number of lines that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
-# Features that do not go together, also where they merge
+# What does not go together
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
     ("flash_reinforce", "correction"): "its ratio and its gate compare with the sampler already",
@@ -43,6 +43,8 @@ REFUSED = {
     ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
     ("process", "tools"): "a token of the tool would need a score",
     ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
+    ("async", "fsdp"): "both change the same lines",
+    ("async", "tools"): "both change the same lines",
     ("async", "vllm"): "each rank would have an engine, also those that only train; not tried",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
@@ -204,28 +206,26 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     first_lines = sources[name].partition("# dependencies")[0]
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
     docstring, block = OWN.findall(sources[name])
-    docstring = started_as(docstring, name, f"variants/{'_'.join([name, *chosen])}.py")
+    docstring = started_as(docstring, name, Path("variants", f"{'_'.join([name, *chosen])}.py"))
     return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
 
 
-def started_as(text: str, name: str, path: str) -> str:
+def started_as(text: str, name: str, path: Path) -> str:
     """The text with another path of the script in its launch lines."""
     return re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 {path}", text)
 
 
 def patches(root: Path = ROOT) -> dict[str, Path]:
-    """The path of each patch by its name: those to use, and those with which experiments/ break scripts."""
-    found = [*root.glob("patches/*.patch"), *root.glob("experiments/patches/*.patch")]
-    return {path.stem: path for path in found}
+    """The path of each patch by its name."""
+    return {path.stem: path for path in sorted(root.glob("patches/*.patch"))}
 
 
 def apply(source: str, diff: str, name: str = "") -> str:
     """The source with a patch. A hunk goes where its lines stand once, with as much context as fits there."""
     for hunk in HUNK.findall(diff):
         before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
-        for first, last in sorted(
-            product(range(before.count("\n") + 1), range(after.count("\n") + 1)), key=sum
-        ):
+        cuts = product(range(before.count("\n") + 1), range(after.count("\n") + 1))
+        for first, last in sorted(cuts, key=sum):
             lines = hunk.splitlines(True)[first : hunk.count("\n") - last]
             old, new = ("".join(x[1:] for x in lines if x[0] != skip) for skip in "+-")
             if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
@@ -236,6 +236,17 @@ def apply(source: str, diff: str, name: str = "") -> str:
     return source
 
 
+def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
+    """The source of a script with patches. A ValueError says why there is none."""
+    known = patches(root)
+    if name not in paths(root) or {*chosen} - {*known}:
+        raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(known)}")
+    text = paths(root)[name].read_text()
+    for x in chosen:
+        text = apply(text, known[x].read_text(), f"{x}.patch does not fit {name}.py")
+    return text
+
+
 def fits(diff: str) -> list[str]:
     """The stages and policy scripts that a patch fits."""
     found = []
@@ -244,10 +255,6 @@ def fits(diff: str) -> list[str]:
             apply(paths()[name].read_text(), diff)
             found.append(name)
     return found
-
-
-def function_of(source: str, name: str) -> str:
-    return re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)[0]
 
 
 def print_scripts(folder: str) -> None:
@@ -266,11 +273,16 @@ def print_scripts(folder: str) -> None:
     print()
 
 
-def print_diff(a: str, b: str, function: str, root: Path = ROOT) -> None:
+def print_diff(a: str, b: str, function: str) -> None:
     """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
-    old, new = (function_of(paths(root)[name].read_text(), function).splitlines() for name in (a, b))
+    old, new = (functions(paths()[name].read_text())[function].splitlines() for name in (a, b))
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
-    print("\n```diff", *(line.rstrip() for line in lines if not line.startswith("@@")), "```\n", sep="\n")
+    print(
+        "\n```diff",
+        *(line.rstrip() for line in lines if not line.startswith(("@@", " @"))),
+        "```\n",
+        sep="\n",
+    )
 
 
 def print_patches() -> None:
@@ -287,14 +299,7 @@ def print_patches() -> None:
 
 def print_refused() -> None:
     """Print the scripts and features that do not go together, in docs/variants.md."""
-    known = [feature for feature in features() if feature not in ESTIMATOR_LINES]
-    print()
-    for a, b in [*combinations(known, 2), *product(policy_scripts(), known)]:
-        try:
-            combine(*(["grpo", [a, b]] if a in known else [a, [b]]))
-        except ValueError as error:
-            print(f"- `{a}` with `{b}`: {str(error).partition(': ')[2].splitlines()[0]}.")
-    print()
+    print("\n" + "\n".join(f"- `{a}` with `{b}`: {reason}." for (a, b), reason in REFUSED.items()) + "\n")
 
 
 def diff(a: str, b: str, root: Path = ROOT) -> int:
@@ -308,41 +313,31 @@ def diff(a: str, b: str, root: Path = ROOT) -> int:
     return 0
 
 
-def write(path: Path, make, root: Path) -> int:
-    """Write what make() returns to a new file, or say why there is none. Returns the exit code."""
+def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
+    """Write what make gives to a new file, or say why there is none. Returns the exit code."""
+    words = chosen.split(",")
+    path = Path(folder, f"{'_'.join([name, *words])}.py")
     try:
         if (root / path).exists():
             raise ValueError(f"{path} exists; delete it to make it anew")
-        text = make()
+        text = make(name, words, root)
     except ValueError as error:
         print(f"error: {error}")
         return 2
     (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text)
+    (root / path).write_text(started_as(text, name, path))
     print(f"{path}: start it from the top folder, python {path}")
     return 0
 
 
 def variant(name: str, chosen: str, root: Path = ROOT) -> int:
     """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
-    words = chosen.split(",")
-    return write(Path("variants", f"{'_'.join([name, *words])}.py"), lambda: combine(name, words, root), root)
+    return write(combine, name, chosen, "variants", root)
 
 
 def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:
     """Write a script with patches, such as dual_clip,entropy_bonus, into a folder. Returns the exit code."""
-    words, known = chosen.split(","), patches(root)
-    path = Path(folder, f"{'_'.join([name, *words])}.py")
-
-    def make() -> str:
-        if name not in paths(root) or {*words} - {*known}:
-            raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(sorted(known))}")
-        text = paths(root)[name].read_text()
-        for x in words:
-            text = apply(text, known[x].read_text(), f"{x}.patch does not fit {name}.py")
-        return started_as(text, name, str(path))
-
-    return write(path, make, root)
+    return write(patched, name, chosen, folder, root)
 
 
 if __name__ == "__main__":
