@@ -1,6 +1,6 @@
 """The runs, tables and pictures of docs/learn.md.
 
-    python experiments/learn.py           train what has no row yet; 12 minutes on one core
+    python experiments/learn.py           train what has no row yet; 16 minutes on one core
     python experiments/learn.py draw      draw docs/learn_*.png
 
 A row has metrics, each the mean over the first and over the last third of the run, and the choices of the result.
@@ -87,7 +87,7 @@ def runs(*names: str, **columns: tuple) -> None:
     for name in names:
         rows = rows_of(name)
         cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
-        cells += [[f"{row[key][third] + 0:.2f}" for row in rows if key in row] for key, third in columns.values()]
+        cells += [[f"{row[key][i] + 0:.2f}" for row in rows if key in row] for key, i in columns.values()]
         lines.append([name, *map("; ".join, cells)])
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
