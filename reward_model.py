@@ -69,9 +69,9 @@ class Args:  # the comment behind a flag is its --help text
     margin: float = 0.0  # by this the chosen score should be higher; a column `margin` gives it for each pair
     center_rewards_coefficient: float = 0.01  # weight of the term that keeps scores near 0
     learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
-    warmup_iterations: int = 20  # the learning rate rises linearly this long, below the line of --anneal_lr
+    warmup_iterations: int = 20  # the learning rate first rises linearly over so many
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -264,7 +264,7 @@ def check_args(args):
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{args.device} {args.dtype}" != "mps bfloat16", "--dtype bfloat16: is wrong on mps; use float32")
+    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:

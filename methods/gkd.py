@@ -17,8 +17,8 @@ the sampled token. The student samples all responses: lambda is 1. Memory: 11 te
 Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
 
     python methods/gkd.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gkd.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --teacher Qwen/Qwen2.5-7B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gkd.py --model Qwen/Qwen2.5-0.5B-Instruct \
+        --teacher Qwen/Qwen2.5-3B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
         --max_response_length 1024 --batch_size 1024 --micro_batch_size 1 --learning_rate 1e-6 \
         --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
@@ -93,9 +93,9 @@ class Args:  # the comment behind a flag is its --help text
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
-    warmup_iterations: int = 0  # the learning rate rises linearly this long, below the line of --anneal_lr
+    warmup_iterations: int = 0  # the learning rate first rises linearly over so many
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -149,10 +149,9 @@ def divergence(args, student_logprobs, teacher_logprobs):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """The divergence: the mean over tokens.
+    """The divergence: the mean over tokens, from the log-probs (b, T, V) of all tokens in batch.
 
-    batch has the log-probs (b, T, V) of all tokens, the student's with gradient. num_sequences and num_tokens
-    count the whole optimizer step, so that the losses of its micro-batches and ranks add up.
+    num_sequences and num_tokens count the whole optimizer step, so that losses of micro-batches add up.
     """
     student, teacher = batch["all_logprobs"], batch["teacher_all_logprobs"]
     if args.top_k:
@@ -208,7 +207,7 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or float64. No name keeps the logits before the division, which take memory.
+    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1)
 
@@ -349,7 +348,8 @@ def main(args):
     reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
 
     # The teacher is frozen, and rates the student's responses in step 7.
-    teacher, _ = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
+    teacher, its_tokenizer = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
+    check(its_tokenizer.get_vocab() == tokenizer.get_vocab(), "--teacher: use one with the tokens of --model")
 
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k
@@ -494,7 +494,7 @@ def check_args(args):
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{args.device} {args.dtype}" != "mps bfloat16", "--dtype bfloat16: is wrong on mps; use float32")
+    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:

@@ -51,7 +51,7 @@ def bad(tmp_path_factory):
 # The flags, and what must be in the message besides the value of the last flag.
 CASES = {
     "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
-    "bfloat16 on mps": ("--device mps --dtype bfloat16", "--dtype bfloat16", "use float32"),
+    "bfloat16 on mps": ("--device mps:0 --dtype bfloat16", "on mps use --dtype float32"),
     "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
     "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
     "weights missing": ("--model {bad}/body_only", "lm_head.weight", "policy as --model"),

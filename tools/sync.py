@@ -32,7 +32,7 @@ MARKER = "    # --- estimator: begin"
 VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 TOP = 999  # characters in which it stands
 # The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "gdpo": 6, "gkd": 8, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+INSERTS = {"distill": 4, "gdpo": 6, "gkd": 9, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
@@ -46,6 +46,8 @@ REFUSED = {
     ("async", "fsdp"): "both change the same lines",
     ("async", "tools"): "both change the same lines",
     ("async", "vllm"): "each rank would have an engine, also those that only train; not tried",
+    ("vllm", "top_entropy_tokens"): "its entropy is an estimate from the sampled token",
+    ("vllm", "negative_tokens"): "its entropy is an estimate from the sampled token",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add
@@ -241,6 +243,9 @@ def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     known = patches(root)
     if name not in paths(root) or {*chosen} - {*known}:
         raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(known)}")
+    for pair in product(features_of(name, root), chosen):
+        if pair in REFUSED:
+            raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
     text = paths(root)[name].read_text()
     for x in chosen:
         text = apply(text, known[x].read_text(), f"{x}.patch does not fit {name}.py")

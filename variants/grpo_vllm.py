@@ -96,9 +96,9 @@ class Args:  # the comment behind a flag is its --help text
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
     learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
-    warmup_iterations: int = 0  # the learning rate rises linearly this long, below the line of --anneal_lr
+    warmup_iterations: int = 0  # the learning rate first rises linearly over so many
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -196,7 +196,7 @@ def model_inputs(input_ids, attention_mask):
 
 def log_distribution(logits, temperature):
     """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or float64. No name keeps the logits before the division, which take memory.
+    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1)
 
@@ -504,7 +504,7 @@ def check_args(args):
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{args.device} {args.dtype}" != "mps bfloat16", "--dtype bfloat16: is wrong on mps; use float32")
+    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
