@@ -103,8 +103,8 @@ def test_seeds(policy):
 def test_stopped_and_resumed_it_ends_with_the_same_bits(small, tmp_path):
     run("grpo_vllm", **small | {"num_iterations": 4, "run_dir": tmp_path / "whole"})
     flags = small | {"run_dir": tmp_path / "resumed"}
-    run("grpo_vllm", **flags | {"num_iterations": 2})
-    launch("variants/grpo_vllm.py", *words_of(**flags | {"num_iterations": 4}), cwd=ROOT)  # another process
+    launch("variants/grpo_vllm.py", *words_of(**flags | {"num_iterations": 2}), cwd=ROOT)  # another process
+    run("grpo_vllm", **flags | {"num_iterations": 4})
     one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
     assert all(torch.equal(x, other["policy"][name]) for name, x in one["policy"].items())
     lines = [without_clock(tmp_path / x / "metrics.jsonl") for x in ("whole", "resumed")]
