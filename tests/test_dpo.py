@@ -1,4 +1,4 @@
-"""dpo.py: the loss, log-probs of responses only, a reference that stays the start. Also: test_sft.py, test_ranks.py."""
+"""dpo.py: log-probs of responses only, pairs from texts and chats. The loss: test_conformance.py."""
 
 import pytest
 import torch
@@ -9,14 +9,6 @@ from zoo import PAIRS, STAGE_MODELS
 import dpo
 
 USER, ANSWER = {"role": "user", "content": "3 ?"}, {"role": "assistant", "content": "answer 3"}
-
-
-def test_the_loss_is_the_papers():
-    torch.manual_seed(0)
-    chosen, rejected, ref_chosen, ref_rejected = logprobs = 3 * torch.randn(4, 3, dtype=torch.float64)
-    margins = 0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    expected = (1 + (-margins).exp()).log().mean()
-    assert float(dpo.dpo_loss(*logprobs, 0.3)) == pytest.approx(float(expected), rel=1e-12)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """grpo_lora.py: only the adapter is trained, the frozen model is the reference, and the result is merged."""
 
-import dataclasses
-
 import peft
 import pytest
 import torch
@@ -46,26 +44,6 @@ def test_a_new_or_disabled_adapter_is_the_model_exactly(models):
         assert not torch.equal(script.token_logprobs(ARGS, policy, batch), expected)
         with policy.disable_adapter():
             assert torch.equal(script.token_logprobs(ARGS, policy, batch), expected)
-
-
-def test_a_gets_bfloat16_and_the_bits_are_those_of_a_cast_to_float32():
-    """peft would cast the input of A to float32, and autocast back."""
-    args = dataclasses.replace(ARGS, dtype="bfloat16")
-    policy = script.add_adapter(args, make_model("llama").bfloat16())
-    randomize(policy)
-    batch = script.generate(args, policy, TOKENIZER, IDS, samples_per_prompt=2)
-    layers = [part for part in policy.modules() if isinstance(part, peft.tuners.lora.LoraLayer)]
-    seen, results = [], []
-    layers[0].lora_A["default"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-    for dtype in (torch.bfloat16, torch.float32):
-        with script.autocast(args):
-            script.token_logprobs(args, policy, batch).sum().backward()
-        assert seen.pop() == dtype
-        results.append([x.grad for x in policy.parameters() if x.requires_grad])
-        policy.zero_grad()
-        for layer in layers:
-            layer.cast_input_dtype_enabled = True
-    assert all(torch.equal(x, y) and x.any() for x, y in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -88,10 +88,9 @@ def check_pairs(patch, load, folder, monkeypatch):
     for seed in range(5):
         batch = make_rollout(seed, k=2)
         new = (batch["old_logprobs"] / 3).requires_grad_()
-        policy, reference = (
-            torch.stack(references.sums(batch, x, power)) for x in (new, batch["ref_logprobs"])
-        )
-        pairs = [*policy.view(-1, 2).T, *(reference * (1 - power)).view(-1, 2).T]
+        policy = torch.stack(references.sums(batch, new, power))
+        reference = (1 - power) * torch.stack(references.sums(batch, batch["ref_logprobs"]))
+        pairs = [*policy.view(-1, 2).T, *reference.view(-1, 2).T]
         expected, _ = getattr(references, f"{patch}_loss")(args, batch, new, 8, 0)
         losses = module.dpo_loss(*pairs, *others), expected
         assert_close(*losses, **EXACT)
@@ -111,12 +110,8 @@ def check_pairs(patch, load, folder, monkeypatch):
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
     for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
-        flags = {
-            "correction_level": level,
-            "correction_mode": mode,
-            "correction_low": 0.8,
-            "correction_cap": 1.1,
-        }
+        flags = {"correction_low": 0.8, "correction_cap": 1.1}
+        flags |= {"correction_level": level, "correction_mode": mode}
         args, rollout, advantages, _ = one_iteration(module, folder / level, monkeypatch, **flags)
         weights = spread(references.correction_weights(args, rollout), rollout["response_mask"]).float()
         assert_close(rollout["advantages"], advantages * weights, **CLOSE)
@@ -159,9 +154,8 @@ def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
         results.append(record(tmp_path / str(ranks), cases, ranks))
     for name, one, two in zip(names, *results, strict=True):
         pairs = zip(one[0]["gradients"], two[0]["gradients"], strict=True)
-        assert all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs) == (name != names[-1]), (
-            name
-        )
+        is_same = all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs)
+        assert is_same == (name != names[-1]), name
 
 
 def test_a_patch_fits_what_it_is_for():
@@ -173,14 +167,11 @@ def test_a_patch_fits_what_it_is_for():
             assert sync.fits(SOURCES[name]) == POLICY_SCRIPTS
 
 
-def test_make_patch_writes_a_script_or_says_why_not(tmp_path, capsys):
+def test_make_patch_writes_a_script_or_none(tmp_path):
     folder = str(tmp_path / "new")
     assert sync.patch("dapo", "dual_clip,entropy_bonus", folder) == 0
     text = (tmp_path / "new" / "dapo_dual_clip_entropy_bonus.py").read_text()
     assert "dual_clip_c" in text and "entropy_coef" in text and f"python {folder}/dapo_dual" in text
-    capsys.readouterr()
     for wrong in (("dapo", "entropy_bonus,unbiased_kl"), ("rloo", "nothing"), ("nothing", "dual_clip")):
         assert sync.patch(*wrong, folder) == 2
-        said = capsys.readouterr().out
-        assert said.startswith("error: use a") or ("k3 = ratio * k3" in said and "dapo.py" in said)
     assert len([*(tmp_path / "new").iterdir()]) == 1

