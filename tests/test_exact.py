@@ -1,6 +1,5 @@
 """The identities of docs/exact.md, over every group or response of a small policy."""
 
-import exact
 import torch
 from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, one_token, slopes
 
@@ -36,10 +35,3 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl_and_k2_and_k3_only_near_the
             push = -kl_slopes(term, old, new.detach()) * new.detach().sum(1, keepdim=True).exp()
             (found,) = torch.autograd.grad((new * push).sum(), leaf, retain_graph=True)
             assert ((found - kl).norm() < 1e-3 * kl.norm()) == (is_near or "k1" in term), term
-
-
-def test_wrong_responses_grow_and_right_ones_shrink_only_if_the_policy_tells_them_apart():
-    update = exact.length_update("grpo", torch.tensor([-1.0, -2.0], **float64))  # one logit of stopping
-    assert update[0] > 0 and abs(update[1]) < 1e-12
-    update = exact.length_update("grpo", torch.tensor([-1.0, -2.0, -2.0], **float64))
-    assert update[1] > 0 > update[2]

@@ -67,19 +67,11 @@ def last_iteration(folder, seen: list[dict]):
     line, ranks = read_jsonl(folder / "metrics.jsonl")[-1], []
     assert_on_page(line)
     for events in (rank["events"] for rank in seen):
-        ends = [i for i, (name, *_) in enumerate(events) if name == "log"]
+        ends = [i for i, (name, _) in enumerate(events) if name == "log"]
         if ends:  # else it only samples
             ranks.append(events[ends[-2] : ends[-1] + 1])
-    steps = sum(name == "step" for name, *_ in ranks[0])
+    steps = sum(name == "step" for name, _ in ranks[0])
     return line, ranks, [float(x.double().norm()) for x in seen[0]["gradients"][-steps:]]
-
-
-def check_rate(line: dict, num_tokens: float, events: list) -> None:
-    """Its time lies between what happened inside of it and what happened around it."""
-    seconds = num_tokens / line.pop("tokens_per_second")
-    assert line.pop("sampling_seconds", seconds) > 0
-    steps = [when for name, when, _ in events if name == "step"]
-    assert steps[-1] - events[1][1] <= seconds <= events[-1][1] - events[0][1]
 
 
 def steps_of(ranks, kind: str) -> list[list[dict]]:
@@ -87,7 +79,7 @@ def steps_of(ranks, kind: str) -> list[list[dict]]:
     steps = {}
     for events in ranks:
         step = 0
-        for name, _, tensors in events:
+        for name, tensors in events:
             step += name == "step"
             if name == kind:
                 steps.setdefault(step, []).append(tensors)
@@ -202,7 +194,8 @@ def test_policy_scripts(runs, name):
     if name == "flash_reinforce_async":
         expected["staleness"] = 1
         assert line.pop("trainer_waited") >= 0 and line.pop("sampler_waited") >= 0
-    check_rate(line, expected["response_length"] * args.batch_size, ranks[0])
+    for key in ("tokens_per_second", "sampling_seconds"):
+        assert line.pop(key) > 0
     assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
