@@ -3,12 +3,9 @@
 On real runs, docs/bugs.md has the findings of experiments/bugs.py.
 """
 
-import json
-
 import diagnose
 import plot
 import pytest
-from conftest import write_jsonl
 
 FLAGS = {"dtype": "float32", "num_minibatches": 2, "update_epochs": 1}
 HEALTHY = {"truncated": 0.01, "response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
@@ -42,14 +39,6 @@ def rows_of(change) -> list[dict]:
 def test_a_rule_notices_what_it_is_for_and_nothing_else(name):
     found = [found for found, _ in diagnose.findings(FLAGS, rows_of(CASES[name]))] or ["nothing"]
     assert found == [name.partition(",")[0]]
-
-
-def test_the_command_also_reads_a_run_that_is_writing_its_last_line(tmp_path, capsys):
-    (tmp_path / "args.json").write_text(json.dumps(FLAGS))
-    with write_jsonl(tmp_path / "metrics.jsonl", rows_of(CASES["truncated"])).open("a") as file:
-        file.write('{"iteration": 41, "sco')
-    diagnose.main(tmp_path)
-    assert "of the responses have no EOS" in capsys.readouterr().out
 
 
 def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):

@@ -14,7 +14,6 @@ USER, ANSWER = {"role": "user", "content": "3 ?"}, {"role": "assistant", "conten
 @torch.no_grad()
 @pytest.mark.parametrize("name", STAGE_MODELS)
 def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
-    """Computed for one unpadded text at a time."""
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     data, args = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), dpo.Args(device="cpu", micro_batch_size=2)
     rows = dpo.load_rows(args, str(data), "train", model, tokenizer)

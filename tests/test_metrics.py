@@ -87,7 +87,6 @@ def steps_of(ranks, kind: str) -> list[list[dict]]:
 
 
 def rows_of(key: str, rollouts: list[dict]) -> list[list[float]]:
-    """The numbers on the tokens of each response."""
     return [row for rollout in rollouts for row in references.rows_of(key, rollout)]
 
 

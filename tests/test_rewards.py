@@ -4,6 +4,7 @@ import copy
 import importlib
 
 import datasets
+import driver
 import pytest
 import torch
 import transformers
@@ -77,7 +78,6 @@ def test_values_of_a_dataset_keep_their_type(tmp_path):
 
 
 def test_scores_are_normalized_and_then_clipped():
-    """What a run does with the other flags stands below."""
     raw, truncated = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([False, True, False])
     args = grpo.Args(missing_eos_penalty=0.5, reward_zscore=True, reward_clip=1.0)
     penalized = torch.tensor([1.0, -1.5, 3.0])
@@ -152,21 +152,15 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
 
-REWARDS = """
-def one(completions, **_): return [3 + x.count("3") for x in completions]
-def two(completions, **_): return [[3.0 + len(x), -2.0 * x.count("3")] for x in completions]
-"""
-
-
 @pytest.mark.parametrize("script", ["grpo", "remax", "gdpo"])
 def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
     """In remax.py the greedy response gets its own penalty, in gdpo.py each reward. Raw ones: test_metrics.py."""
     module = importlib.import_module(script)
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
     advantages = recorded(monkeypatch, module, "compute_advantages")
-    (tmp_path / "mine.py").write_text(REWARDS)
-    flags = {"reward": f"{tmp_path}/mine.py:{'two' if script == 'gdpo' else 'one'}", "reward_scale": 2.0}
-    flags |= {"missing_eos_penalty": 0.5, "reward_clip": 20.0, "samples_per_prompt": 2}
+    reward = "two_rewards" if script == "gdpo" else "reward"
+    flags = {"reward": f"{driver.__file__}:{reward}", "reward_scale": 2.0, "reward_clip": 1.0}
+    flags |= {"missing_eos_penalty": 0.5, "samples_per_prompt": 2}
     run(script, run_dir=tmp_path / "run", num_iterations=1, max_response_length=4, **flags)
     (_, rollout), _ = advantages[0]
     assert 0 < rollout["truncated"].sum() < 16
@@ -174,5 +168,5 @@ def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
     for name, (_, raw), (_, sampled) in zip(names, scored, generated, strict=True):
         raw = rollout.get("all_scores", raw)
         penalized = raw.view(len(raw), -1) - 0.5 * sampled["truncated"][:, None]
-        expected = (2 * penalized).clamp(-20, 20).view_as(raw)
+        expected = (2 * penalized).clamp(-1, 1).view_as(raw)
         torch.testing.assert_close(rollout[name], expected.repeat_interleave(16 // len(raw), 0))

@@ -27,7 +27,6 @@ def folder(tmp_path_factory):
 
 
 def make(folder, name: str, *chosen: str) -> str:
-    """Write a script with these features into the folder. Returns its name."""
     made = "_".join([name, *chosen])
     (folder / f"{made}.py").write_text(sync.combine(name, [*chosen]))
     return made
@@ -53,21 +52,6 @@ def test_what_does_not_go_together_is_named(tmp_path, capsys):
         assert sync.variant(script, feature, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
-
-
-def test_one_that_stays_in_the_folder_gets_later_edits(tmp_path):
-    """make sync makes of it what make variant would make now. It is neither a policy script nor a feature."""
-    copies = copy_scripts(tmp_path)
-    kept = {"rloo_lora": ("rloo", "lora"), "rloo_lora_vllm": ("rloo_lora", "vllm")}
-    for how in kept.values():
-        assert sync.variant(*how, copies) == 0
-    edit(copies / "grpo.py", "    optimizer.zero_grad()\n", "    optimizer.zero_grad()  # edit\n")
-    edit(copies / "rloo.py", "    others = ", "    # edit\n    others = ")
-    assert sync.sync(copies) == 0
-    for name, (script, feature) in kept.items():
-        text = sync.paths(copies)[name].read_text()
-        assert text.count("# edit\n") == 2 and text == sync.combine(script, [feature], copies)
-    assert sync.policy_scripts(copies) == sync.policy_scripts() and sync.features(copies) == sync.features()
 
 
 def metrics_of(name, folder, **flags):

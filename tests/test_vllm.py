@@ -48,7 +48,6 @@ def policy(request, tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path):
-    """The flags of a run that has something to learn."""
     reward = "def f(completions, **columns): return [len(text) for text in completions]"
     (tmp_path / "mine.py").write_text(reward)
     flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{tmp_path}/mine.py:f"}
@@ -114,14 +113,13 @@ def test_experts_and_recurrent_layers_are_refused(name, capsys):
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
 
 
-@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
-def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(dtype, itemsize, tmp_path, monkeypatch):
+def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
-    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype=dtype, batch_size=16)
+    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype="bfloat16", batch_size=16)
     policy.engine = script.start_engine(args, policy, 480)
-    token_size = 2 * 3 * 2 * 8 * itemsize  # 3 layers, 2 heads of 8
+    token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
     tokens = policy.engine.options["kv_cache_memory_bytes"] / token_size
     assert 16 * 496 <= tokens <= 16 * 520 and policy.engine.options["max_num_seqs"] == 16
     for _ in range(2):
