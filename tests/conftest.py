@@ -58,7 +58,6 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def words_of(**flags) -> list[str]:
-    """The flags as words of a command line."""
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 

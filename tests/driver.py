@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -83,12 +82,9 @@ class Recorder:
             "responses": [],  # token ids of the responses, a list for each rollout
             "scores": [],  # of each response, in remax.py with that of the greedy one
             "advantages": [],  # of each response, token by token
-            "kl_errors": [],  # for each rollout the largest difference of its kl and log(pi_old / pi_ref)
-            "calls": [],  # of policy_loss: step, (responses, tokens, num_sequences, num_tokens), largest |ratio - 1|
-            "unsharded": [],  # in each call, how many weights of the policy are whole on this rank
+            "unsharded": [],  # in each call of policy_loss, how many weights of the policy are whole on this rank
             "gradients": [],  # a vector for each step of an optimizer
-            "kept": [],  # for each step, the share of the weights that this rank keeps
-            "events": [],  # (name, begin in seconds, tensors) of calls whose numbers become metrics, in order
+            "events": [],  # (name, tensors) of calls whose numbers become metrics, in order
         }
 
     def load_model(self, *args):
@@ -98,7 +94,7 @@ class Recorder:
 
     def rollout_logprobs(self, args, model, rollout):
         """With a fixed rollout the reference is not the policy, so that their KL is not 0."""
-        if not self.sample and not self.seen["kl_errors"]:
+        if not self.sample and not self.seen["advantages"]:
             for parameter in model.parameters():
                 parameter.data *= 1.1
         return self.original["rollout_logprobs"](args, model, rollout)
@@ -111,7 +107,6 @@ class Recorder:
         return critic
 
     def generate(self, args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
-        began = time.time()
         source = self.original["generate"] if self.sample else self.fixed_rollout
         rollout = source(args, model, tokenizer, prompts, samples_per_prompt, greedy)
         if not greedy:
@@ -119,7 +114,7 @@ class Recorder:
             rows = zip(rollout["sequences"][:, -mask.shape[1] :], mask)
             self.seen["prompts"] += [ids for ids in prompts for _ in range(samples_per_prompt)]
             self.seen["responses"].append([ids[row_mask].tolist() for ids, row_mask in rows])
-        self.seen["events"].append(("greedy" if greedy else "generate", began, dict(rollout)))
+        self.seen["events"].append(("greedy" if greedy else "generate", dict(rollout)))
         return rollout
 
     def fixed_rollout(self, args, model, tokenizer, prompts, samples_per_prompt, greedy):
@@ -149,36 +144,28 @@ class Recorder:
         scores = [rollout[name] for name in ("scores", "greedy_scores") if name in rollout]
         scores = [x.view(len(mask), -1).sum(1).tolist() for x in scores]  # in gdpo.py several for each
         self.seen["scores"] += zip(*scores)
-        kl = rollout["old_logprobs"] - rollout["ref_logprobs"]
-        self.seen["kl_errors"].append(float((rollout["kl"] - kl)[mask].abs().max()))
-        self.seen["events"].append(("compute_advantages", time.time(), rollout | result))
+        self.seen["events"].append(("compute_advantages", rollout | result))
         return result
 
     def policy_loss(self, args, batch, logprobs, num_sequences, num_tokens):
-        mask = batch["response_mask"]
-        deviation = float((logprobs - batch["old_logprobs"])[mask].detach().exp().sub(1).abs().max())
-        counts = len(mask), int(mask.sum()), int(num_sequences), int(num_tokens)
-        self.seen["calls"].append((len(self.seen["gradients"]), counts, deviation))
         self.seen["unsharded"].append(sum(not isinstance(x, DTensor) for x in self.models[0].parameters()))
-        self.seen["events"].append(("policy_loss", time.time(), batch | {"logprobs": logprobs.detach()}))
+        self.seen["events"].append(("policy_loss", batch | {"logprobs": logprobs.detach()}))
         return self.original["policy_loss"](args, batch, logprobs, num_sequences, num_tokens)
 
     def value_loss(self, args, batch, values, num_tokens):
-        self.seen["events"].append(("value_loss", time.time(), batch | {"new_values": values.detach()}))
+        self.seen["events"].append(("value_loss", batch | {"new_values": values.detach()}))
         return self.original["value_loss"](args, batch, values, num_tokens)
 
     def log(self, *args):
-        self.seen["events"].append(("log", time.time(), {}))
+        self.seen["events"].append(("log", {}))
         return self.original["log"](*args)
 
     def record_gradient(self, parameters, max_norm):
         """Stands in for clip_grad_norm_, which a script calls before each step of an optimizer."""
         parameters = [x for x in parameters if x.grad is not None]
         self.seen["gradients"].append(torch.cat([whole(x.grad).flatten() for x in parameters]))
-        parts = [x.to_local() if isinstance(x, DTensor) else x for x in parameters]
-        self.seen["kept"].append(sum(x.numel() for x in parts) / sum(x.numel() for x in parameters))
         self.trained[id(parameters[0])] = parameters
-        self.seen["events"].append(("step", time.time(), {}))
+        self.seen["events"].append(("step", {}))
         return self.clip_grad_norm_(parameters, max_norm)
 
     def run(self, flags: dict) -> dict:

@@ -179,14 +179,13 @@ def remax_advantages(args, rollout):
     return [[x - greedy for x in row] for row, greedy in pairs]
 
 
-def distill_advantages(args, rollout):
-    pairs = zip(rows_of("ref_logprobs", rollout), rows_of("old_logprobs", rollout))
+def teacher_minus_old(name, args, rollout):
+    pairs = zip(rows_of(name, rollout), rows_of("old_logprobs", rollout))
     return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
 
 
-def sdpo_advantages(args, rollout):
-    pairs = zip(rows_of("teacher_logprobs", rollout), rows_of("old_logprobs", rollout))
-    return [[teacher - old for teacher, old in zip(*pair)] for pair in pairs]
+distill_advantages = partial(teacher_minus_old, "ref_logprobs")
+sdpo_advantages = partial(teacher_minus_old, "teacher_logprobs")
 
 
 def generalized_advantages(args, rollout) -> tuple[list[list[float]], list[list[float]]]:

@@ -1,17 +1,9 @@
-"""Kill or interrupt a training run at a bad moment, and compare the folders of two runs.
+"""Kill or interrupt a training run at a bad moment, and compare the folders of two runs."""
 
-    resume.py KILL SCRIPT FLAGS...      run a script as the main program, until it is killed with SIGKILL
-
-KILL is a moment and a number: with "torn checkpoint:2", the run dies when half of the second checkpoint is written. The
-other moment is "half a model".
-"""
-
-import io
 import json
+import multiprocessing
 import os
-import runpy
 import signal
-import sys
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -20,46 +12,44 @@ import pytest
 import torch
 
 
-def run_and_kill(kill: str, script: str, *flags: str) -> None:
-    moment, number = kill.split(":")
-    times, save = count(1), torch.save
+def stop_in_call(patch, module, name: str, number: int, stop) -> None:
+    """Call stop() before the n-th call of a function of a module or class."""
+    calls, function = count(1), getattr(module, name)
 
-    def die_if_due(now: str):
-        if now == moment and next(times) == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def stand_in(*args, **options):
+        if next(calls) == number:
+            stop()
+        return function(*args, **options)
 
-    def watch(event: str, args: tuple):
-        """Python calls it before it opens a file."""
-        if event == "open" and "/model/tokenizer" in str(args[0]):
-            die_if_due("half a model")
+    patch.setattr(module, name, stand_in)
 
-    def save_in_two_parts(state, file):
-        buffer = io.BytesIO()
-        save(state, buffer)
-        half = buffer.tell() // 2
-        file.write(buffer.getvalue()[:half])
-        file.flush()
-        die_if_due("torn checkpoint")
-        file.write(buffer.getvalue()[half:])
 
-    torch.save = save_in_two_parts
-    sys.addaudithook(watch)
-    sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_and_kill(module, name: str, number: int, run, *args, **flags) -> int:
+    """Run in a fork that is killed in this call. Returns its exit code."""
+
+    def start():
+        stop_in_call(pytest.MonkeyPatch(), module, name, number, kill)
+        run(*args, **flags)
+
+    process = multiprocessing.get_context("fork").Process(target=start)
+    process.start()
+    process.join(100)
+    return process.exitcode
 
 
 @contextmanager
 def interrupted(module, name: str, call: int):
     """In this block a run ends, as by Ctrl-C, when it calls a function of its script for the n-th time."""
-    calls, function = count(1), getattr(module, name)
 
-    def stop(*args, **options):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return function(*args, **options)
+    def interrupt():
+        raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, stop)
+        stop_in_call(patch, module, name, call, interrupt)
         yield
 
 
@@ -82,7 +72,3 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert models[0] == models[1]
     states = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (one, other)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
-
-
-if __name__ == "__main__":
-    run_and_kill(*sys.argv[1:])

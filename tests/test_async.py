@@ -4,9 +4,9 @@ import copy
 import multiprocessing
 import os
 import socket
-from itertools import count
 
 import pytest
+import resume
 import torch
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
@@ -36,8 +36,7 @@ def train(module, ranks: int, run_dir, kill=(None, ""), **flags) -> list[int]:
         os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", MASTER_ADDR="localhost", MASTER_PORT=port)
         module.RANK, module.WORLD_SIZE = rank, ranks
         if rank == kill[0]:
-            calls, function = count(1), getattr(module, kill[1])
-            setattr(module, kill[1], lambda *x: os.kill(os.getpid(), 9) if next(calls) == 3 else function(*x))
+            resume.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, resume.kill)
         run(module.__name__, **FLAGS | flags, run_dir=run_dir)
 
     Process = multiprocessing.get_context("fork").Process
@@ -95,13 +94,10 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
     assert_same_run(tmp_path / "run", parent)
 
 
-@pytest.mark.parametrize(
-    "ranks, flags, reason",
-    [
-        (1, {}, "--sampler_ranks 1: start these and one or more to train with torchrun"),
-        (4, {"batch_size": 128}, "--batch_size 128: use a multiple of 3"),
-    ],
-)
-def test_ranks_and_flags_that_do_not_go_together(ranks, flags, reason, monkeypatch, capsys):
-    monkeypatch.setattr(script, "WORLD_SIZE", ranks)
-    assert reason in refused(capsys, script.check_args, script.Args(**flags))
+def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
+    for ranks, reason in (
+        (1, "--sampler_ranks 1: start these and one or more to train with torchrun"),
+        (4, "--batch_size 128: use a multiple of 3"),
+    ):
+        monkeypatch.setattr(script, "WORLD_SIZE", ranks)
+        assert reason in refused(capsys, script.check_args, script.Args(batch_size=128))

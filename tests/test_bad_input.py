@@ -31,7 +31,6 @@ def raises(completions, **columns): raise KeyError("the judge is asleep")
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    """A folder of broken models, datasets and rewards."""
     folder = tmp_path_factory.mktemp("bad")
     for name, rows in DATA.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
@@ -81,7 +80,6 @@ def test_refused(case, bad, tmp_path, capsys):
 
 
 def test_no_code_of_a_model_runs(tmp_path):
-    """transformers refuses it."""
     shutil.copytree(TOY / "policy", tmp_path / "model")
     config = {"model_type": "mine"}
     config["auto_map"] = {"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}

@@ -76,10 +76,8 @@ def test_the_example_of_the_page(capsys):
     """It passes; with another denominator the mistake is named."""
     page = (ROOT / "conformance" / "README.md").read_text()
     example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
-    right, wrong = (
-        '(losses.sum(1) / mask.sum(1)).sum() / case["num_sequences"]',
-        'losses.sum() / case["num_tokens"]',
-    )
-    for code, end in ((example, "passed"), (example.replace(right, wrong), "mean over tokens")):
+    right = '(losses.sum(1) / mask.sum(1)).sum() / case["num_sequences"]'
+    wrong = example.replace(right, 'losses.sum() / case["num_tokens"]')
+    for code, end in ((example, "passed"), (wrong, "mean over tokens")):
         exec(code, {})
         assert all(line.endswith(end) for line in capsys.readouterr().out.splitlines())

@@ -27,7 +27,6 @@ def run_dapo(monkeypatch, tmp_path):
 
 
 def mixed(rollout) -> list[bool]:
-    """Which groups have different scores."""
     groups = rollout["raw_scores"].view(-1, 8)
     return (groups.amax(1) > groups.amin(1)).tolist()
 

@@ -3,12 +3,9 @@
 On real runs, docs/bugs.md has the findings of experiments/bugs.py.
 """
 
-import json
-
 import diagnose
 import plot
 import pytest
-from conftest import write_jsonl
 
 FLAGS = {"dtype": "float32", "num_minibatches": 2, "update_epochs": 1}
 HEALTHY = {"truncated": 0.01, "response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
@@ -42,33 +39,6 @@ def rows_of(change) -> list[dict]:
 def test_a_rule_notices_what_it_is_for_and_nothing_else(name):
     found = [found for found, _ in diagnose.findings(FLAGS, rows_of(CASES[name]))] or ["nothing"]
     assert found == [name.partition(",")[0]]
-
-
-def test_the_command_also_reads_a_run_that_is_writing_its_last_line(tmp_path, capsys):
-    (tmp_path / "args.json").write_text(json.dumps(FLAGS))
-    with write_jsonl(tmp_path / "metrics.jsonl", rows_of(CASES["truncated"])).open("a") as file:
-        file.write('{"iteration": 41, "sco')
-    diagnose.main(tmp_path)
-    assert "of the responses have no EOS" in capsys.readouterr().out
-
-
-LOG = {"reward": 0.2, "completions/mean_length": 100.0, "completions/clipped_ratio": 0.5, "kl": 0.7}
-VERL = {"critic/score/mean": 0.2, "response_length/mean": 100.0, "response_length/clip_ratio": 0.5}
-VERL |= {"actor/kl_loss": 0.7, "val-core/gsm8k/acc/mean@1": 0.3}
-
-
-@pytest.mark.parametrize("name, line", [("trainer_state.json", LOG), ("verl.jsonl", VERL)])
-def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(name, line, tmp_path, capsys):
-    rows = [{"step": i} | line for i in range(2, 30)]
-    path = tmp_path / name
-    if name == "verl.jsonl":
-        write_jsonl(path, [{"step": row.pop("step"), "data": row} for row in rows])
-    else:
-        path.write_text(json.dumps({"log_history": [*rows, {"step": 29, "train_runtime": 1.0}]}))
-    diagnose.main(path)
-    *found, missing = capsys.readouterr().out.splitlines()
-    assert [text.split()[0] for text in found] == ["50%", "kl"] and "kl is 70" in found[1]
-    assert "log-probs, equal groups" in missing and ("held-out" in missing) == (line is LOG)
 
 
 def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):

@@ -73,7 +73,6 @@ def test_links_and_targets_of_make_exist(path):
 
 
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
-    """With a tiny model with a chat template."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]
     for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", section, re.DOTALL):

@@ -1,4 +1,4 @@
-"""dpo.py: the loss, log-probs of responses only, a reference that stays the start. Also: test_sft.py, test_ranks.py."""
+"""dpo.py: log-probs of responses only, pairs from texts and chats. The loss: test_conformance.py."""
 
 import pytest
 import torch
@@ -11,18 +11,9 @@ import dpo
 USER, ANSWER = {"role": "user", "content": "3 ?"}, {"role": "assistant", "content": "answer 3"}
 
 
-def test_the_loss_is_the_papers():
-    torch.manual_seed(0)
-    chosen, rejected, ref_chosen, ref_rejected = logprobs = 3 * torch.randn(4, 3, dtype=torch.float64)
-    margins = 0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    expected = (1 + (-margins).exp()).log().mean()
-    assert float(dpo.dpo_loss(*logprobs, 0.3)) == pytest.approx(float(expected), rel=1e-12)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", STAGE_MODELS)
 def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
-    """Computed for one unpadded text at a time."""
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     data, args = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), dpo.Args(device="cpu", micro_batch_size=2)
     rows = dpo.load_rows(args, str(data), "train", model, tokenizer)

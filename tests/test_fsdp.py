@@ -35,7 +35,6 @@ def test_gradients_and_norm_are_grpos(runs):
         assert (ours - expected).norm() < 1e-4 * expected.norm()
     for seen in sharded:
         assert seen["digests"] == sharded[0]["digests"]
-        assert max(seen["kept"]) <= 1.1 / len(sharded)
         assert max(seen["unsharded"]) == 0  # a whole weight would take memory until the backward pass
     norms = [[x["grad_norm"] for x in seen["metrics"] if "grad_norm" in x] for seen in (whole[0], sharded[0])]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4) and min(norms[0]) > 0.1

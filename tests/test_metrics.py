@@ -1,7 +1,6 @@
 """Every metric of docs/metrics.md once more, as plain loops over what a run had at that moment, on one rank and on two.
 
-Of policy scripts and variants driver.py records rollouts, the batches of their losses, and gradients. The model between
-two steps of sft.py, reward_model.py and dpo.py is the result of a shorter run.
+Of policy scripts and variants driver.py records rollouts, the batches of their losses, and gradients.
 """
 
 import copy
@@ -19,22 +18,18 @@ import sync
 import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, read_jsonl, write_jsonl
-from zoo import STAGE_DATA, record
+from zoo import STAGE_DATA, few, record, recorded, run_stage
 
 VARIANTS = sync.variants()  # with their parents
 TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # one has nothing to shard, and cannot sample and train
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
-def flags_of(name: str, folder, epochs: int = 0) -> dict:
-    """The policy moves far, and each gradient is clipped. In stages an epoch is one step, else a rollout is two."""
+def flags_of(name: str, folder) -> dict:
+    """The policy moves far, and each gradient is clipped. A rollout is two steps."""
     script = importlib.import_module(name)
     flags = {"batch_size": 16, "micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
     flags |= {"max_grad_norm": 0.05, "eval_every": 2, "eval_dataset": folder / f"{name}_heldout.jsonl"}
-    if name == "sft":
-        flags["eval_size"] = len(read_jsonl(flags.pop("eval_dataset")))
-    if name in STAGE_DATA:
-        return flags | {"dataset": folder / f"{name}.jsonl", "num_epochs": epochs}
     rewards = "two_rewards" if name == "gdpo" else "right_or_wrong"
     flags |= {"reward": f"{driver.__file__}:{rewards}", "eval_reward": f"{driver.__file__}:reward"}
     k = 4 if script.Args.min_samples_per_prompt > 1 else 1
@@ -47,53 +42,36 @@ def flags_of(name: str, folder, epochs: int = 0) -> dict:
     }
 
 
-def write_data(name: str, folder) -> None:
-    """16 rows to train a stage, and for all a few held-out ones, which are sft.py's last."""
-    path = ROOT / importlib.import_module(name).Args.dataset
-    rows = read_jsonl(path)[:33]
-    if name not in STAGE_DATA:
-        held_out = read_jsonl(path.with_name("heldout.jsonl"))[::91]
-    else:
-        held_out = rows[16:]
-        for i, row in enumerate(rows):
-            row["margin"] = i % 3 / 2  # of reward_model.py
-    write_jsonl(folder / f"{name}.jsonl", rows if name == "sft" else rows[:16])
-    write_jsonl(folder / f"{name}_heldout.jsonl", held_out)
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def runs(request, tmp_path_factory):
-    """The folder, and what each rank saw of the scripts to test, in one launch. A stage runs for 1 and 2 epochs."""
+    """The folder, and what each rank saw of the scripts to test, in one launch."""
     folder, cases = tmp_path_factory.mktemp("metrics"), {}
-    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    items = [item for item in request.session.items if "runs" in item.fixturenames]
+    wanted = {item.callspec.params["name"] for item in items if item.path == request.path}
     for name in sorted(wanted.difference(TWO_RANKS if request.param == 1 else ())):
-        write_data(name, folder)
-        for n in (1, 2) if name in STAGE_DATA else (0,):
-            flags = flags_of(name, folder, n) | {"run_dir": folder / f"{name}{n}"}
-            cases[f"{name}{n}"] = {"script": name, "sample": n == 0, "flags": flags}
+        heldout = (ROOT / importlib.import_module(name).Args.dataset).with_name("heldout.jsonl")
+        write_jsonl(folder / f"{name}_heldout.jsonl", read_jsonl(heldout)[::91])
+        flags = flags_of(name, folder) | {"run_dir": folder / name}
+        cases[name] = {"script": name, "sample": True, "flags": flags}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in"))  # it has a vllm
         return folder, dict(zip(cases, record(folder, [*cases.values()], request.param)))
 
 
+def assert_on_page(line: dict) -> None:
+    assert all(f"`{'/'.join(key.split('/')[:2])}" in PAGE for key in line if key != "iteration")
+
+
 def last_iteration(folder, seen: list[dict]):
     """Its line of metrics.jsonl, the events of each rank, and the norms of the gradients."""
     line, ranks = read_jsonl(folder / "metrics.jsonl")[-1], []
-    assert all(f"`{'/'.join(key.split('/')[:2])}" in PAGE for key in line if key != "iteration")
+    assert_on_page(line)
     for events in (rank["events"] for rank in seen):
-        ends = [i for i, (name, *_) in enumerate(events) if name == "log"]
+        ends = [i for i, (name, _) in enumerate(events) if name == "log"]
         if ends:  # else it only samples
             ranks.append(events[ends[-2] : ends[-1] + 1])
-    steps = sum(name == "step" for name, *_ in ranks[0])
+    steps = sum(name == "step" for name, _ in ranks[0])
     return line, ranks, [float(x.double().norm()) for x in seen[0]["gradients"][-steps:]]
-
-
-def check_rate(line: dict, unit: str, number: float, events: list) -> None:
-    """Its time lies between what happened inside of it and what happened around it."""
-    seconds = number / line.pop(f"{unit}_per_second")
-    assert line.pop("sampling_seconds", seconds) > 0
-    steps = [when for name, when, _ in events if name == "step"]
-    assert steps[-1] - events[1][1] <= seconds <= events[-1][1] - events[0][1]
 
 
 def steps_of(ranks, kind: str) -> list[list[dict]]:
@@ -101,7 +79,7 @@ def steps_of(ranks, kind: str) -> list[list[dict]]:
     steps = {}
     for events in ranks:
         step = 0
-        for name, _, tensors in events:
+        for name, tensors in events:
             step += name == "step"
             if name == kind:
                 steps.setdefault(step, []).append(tensors)
@@ -109,7 +87,6 @@ def steps_of(ranks, kind: str) -> list[list[dict]]:
 
 
 def rows_of(key: str, rollouts: list[dict]) -> list[list[float]]:
-    """The numbers on the tokens of each response."""
     return [row for rollout in rollouts for row in references.rows_of(key, rollout)]
 
 
@@ -205,87 +182,63 @@ def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
 @pytest.mark.parametrize("name", [*POLICY_SCRIPTS, *VARIANTS])
 def test_policy_scripts(runs, name):
     folder, seen = runs
-    if f"{name}0" not in seen:
+    if name not in seen:
         pytest.skip("fsdp and async need two ranks")
     args = importlib.import_module(name).Args(**flags_of(name, folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    line, ranks, norms = last_iteration(folder / f"{name}0", seen[f"{name}0"])
+    line, ranks, norms = last_iteration(folder / name, seen[name])
     expected = {"iteration": 2, "learning_rate": args.learning_rate / 2}
     expected |= of_evaluation(args, tokenizer, ranks)
     expected |= of_rollout(name, args, tokenizer, ranks) | of_steps(name, args, ranks, norms)
     if name == "flash_reinforce_async":
         expected["staleness"] = 1
         assert line.pop("trainer_waited") >= 0 and line.pop("sampler_waited") >= 0
-    check_rate(line, "tokens", expected["response_length"] * args.batch_size, ranks[0])
+    for key in ("tokens_per_second", "sampling_seconds"):
+        assert line.pop(key) > 0
     assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def logprob(model, prompt: list[int], response: list[int]) -> float:
-    """Of a response, token by token."""
-    logits = model(torch.tensor([prompt + response])).logits[0].tolist()
-    pairs = zip(logits[len(prompt) - 1 :], response)
-    return math.fsum(before[token] - math.log(sum(map(math.exp, before))) for before, token in pairs)
-
-
-@torch.no_grad()
-def outputs(name: str, args, path, rows: list[dict]) -> list[list[float]]:
-    """What a model gives to each of a row's texts: minus the log-prob, a reward, or a score."""
-    auto = "SequenceClassification" if name == "reward_model" else "CausalLM"
-    load = getattr(transformers, f"AutoModelFor{auto}").from_pretrained
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(path), load(path, dtype=torch.float64)
-    reference = load(args.model, dtype=torch.float64) if name == "dpo" else None
-
-    def output(prompt, ids):
-        if name == "sft":
-            return -logprob(model, prompt, ids)
-        if name == "dpo":
-            return args.beta * (logprob(model, prompt, ids) - logprob(reference, prompt, ids))
-        hidden = model.base_model(torch.tensor([prompt + ids])).last_hidden_state[0, -1]
-        return float(hidden @ model.score.weight[0])
-
-    results = []
-    for row in rows:
-        texts = [row[key] for key in ("prompt", "completion", "chosen", "rejected") if key in row]
-        prompt, *others = tokenizer(texts)["input_ids"]
-        results.append([output(prompt, [*ids, tokenizer.eos_token_id]) for ids in others])
-    return results
-
-
-def of_outputs(name: str, rows: list[dict], found: list[list[float]]) -> dict[str, float]:
-    """What training and evaluation have in common."""
-    if name == "sft":
-        return {"loss": math.fsum(chain(*found)) / num_words(rows)}
-    margins = [row["margin"] if name == "reward_model" else 0.0 for row in rows]
-    losses = [math.log1p(math.exp(r + m - c)) for (c, r), m in zip(found, margins)]
-    line = {"loss": mean(losses), "margin": mean(c - r for c, r in found)}
-    return line | {"accuracy": mean(c > r for c, r in found)}
-
-
-def num_words(rows: list[dict]) -> int:
-    """Tokens of the completions: in the toy a word is one, and there is the EOS."""
-    return sum(len(row["completion"].split()) + 1 for row in rows)
-
-
 @pytest.mark.parametrize("name", STAGE_DATA)
-def test_stages(runs, name):
-    folder, seen = runs
-    args = importlib.import_module(name).Args(**flags_of(name, folder, 2))
-    rows, held_out = (read_jsonl(folder / f"{name}{end}.jsonl") for end in ("", "_heldout"))
-    rows = rows[:16]
-    before = outputs(name, args, folder / f"{name}1" / "model", rows)
-    after = outputs(name, args, folder / f"{name}2" / "model", held_out)
-    expected = {f"eval/{key}": x for key, x in of_outputs(name, held_out, after).items()}
-    for group in {row["group"] for row in held_out if "group" in row}:
-        right = [c > r for row, (c, r) in zip(held_out, after) if row["group"] == group]
-        expected[f"eval/accuracy/{group}"] = mean(right)
-    expected |= of_outputs(name, rows, before)
-    if name == "dpo":
-        expected |= {f"{key}_reward": mean(x) for key, x in zip(("chosen", "rejected"), zip(*before))}
-    if name == "reward_model":
-        expected["loss"] += args.center_rewards_coefficient * mean((c + r) ** 2 for c, r in before)
-        expected |= {"score_mean": mean(chain(*before)), "score_std": statistics.pstdev(chain(*before))}
-    line, ranks, [norm] = last_iteration(folder / f"{name}2", seen[f"{name}2"])
-    expected |= {"iteration": 2, "learning_rate": args.learning_rate / 2, "grad_norm": norm}
-    unit, number = ("tokens", num_words(rows)) if name == "sft" else ("pairs", 16)
-    check_rate(line, unit, number, ranks[0])
-    assert line == pytest.approx(expected, rel=1e-9)
+def test_stages(name, tmp_path, monkeypatch):
+    """From what the models give, in the last of two steps. Micro-batches and ranks: test_ranks.py."""
+    script, rows = importlib.import_module(name), read_jsonl(few(name, 48, tmp_path))
+    for i, row in enumerate(rows):
+        row |= {"margin": i % 3 / 2, "group": i % 3 / 2}
+    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows if name == "sft" else rows[:32])}
+    flags |= {"batch_size": 16, "micro_batch_size": 16, "num_epochs": 1, "learning_rate": 4e-3}
+    held_out = {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows[32:])}
+    flags |= {"eval_size": 16} if name == "sft" else held_out
+    function = {"sft": "completion_loss", "reward_model": "pair_scores", "dpo": "dpo_loss"}[name]
+    calls = recorded(monkeypatch, script, function)
+    run_stage(script, **flags, run_dir=tmp_path / "run")
+    line, expected = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1], {}
+    for prefix, (inputs, output) in zip(("", "eval/"), calls[-2:]):
+        if name == "sft":  # the loss of a token
+            expected[f"{prefix}loss"] = output.item()
+            assert inputs[2] == inputs[1]["completion_mask"].sum()
+            continue
+        margins, of_loss = [row["margin"] for row in rows[32:]], [0.0] * 16
+        if name == "dpo":
+            chosen, rejected = (inputs[4] * (x - ref) for x, ref in zip(inputs[:2], inputs[2:4]))
+        else:
+            chosen, rejected = output
+            margins = of_loss = inputs[2]["margins"].tolist()
+        chosen, rejected = chosen.tolist(), rejected.tolist()
+        pairs = list(zip(chosen, rejected))
+        losses = [math.log1p(math.exp(r + m - c)) for (c, r), m in zip(pairs, of_loss)]
+        expected[f"{prefix}loss"] = mean(losses)
+        expected[f"{prefix}margin"] = mean(c - r for c, r in pairs)
+        expected[f"{prefix}accuracy"] = mean(c > r for c, r in pairs)
+        if prefix:
+            for group in set(margins):
+                right = [c > r for (c, r), margin in zip(pairs, margins) if margin == group]
+                expected[f"eval/accuracy/{group}"] = mean(right)
+        elif name == "dpo":
+            expected |= {"chosen_reward": mean(chosen), "rejected_reward": mean(rejected)}
+        else:
+            expected["loss"] += script.Args.center_rewards_coefficient * mean((c + r) ** 2 for c, r in pairs)
+            scores = chosen + rejected
+            expected |= {"score_mean": mean(scores), "score_std": statistics.pstdev(scores)}
+    found = {key: x for key, x in line.items() if key in expected}
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert_on_page(line)

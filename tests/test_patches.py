@@ -1,13 +1,11 @@
 """patches/ and grpo_correction.py against plain loops. A bug that is planted in one of them is noticed."""
 
-import re
-
 import pytest
 import references
 import sync
 import test_estimators
 import torch
-from conftest import POLICY_SCRIPTS, ROOT, SOURCES
+from conftest import ROOT, SOURCES
 from planted import BUGS
 from references import kept_by_entropy, make_rollout, rows_of, spread
 from test_estimators import EXACT
@@ -46,7 +44,9 @@ def start(module, name="toy/policy"):
 def check_loss(patch, load, folder, monkeypatch):
     if patch == "unbiased_kl":
         monkeypatch.setattr(references, "grpo_loss", references.unbiased_kl_loss)
-    for script in sync.fits(SOURCES[patch]):
+    scripts = sync.fits(SOURCES[patch])
+    assert "grpo" in scripts
+    for script in scripts:
         monkeypatch.setitem(test_estimators.MODULES, script, load(script, patch))
         test_estimators.test_loss_gradient_and_clip_fraction_equal_the_loops(script)
 
@@ -81,17 +81,15 @@ def check_advantages(patch, load, folder, monkeypatch):
 
 
 def check_pairs(patch, load, folder, monkeypatch):
-    """The loss and its gradient, and what main gives to it."""
     module, dpo = load("dpo", patch), load("dpo")
     args = module.Args(device="cpu", batch_size=4, num_epochs=1, eval_every=0, run_dir=f"{folder}/run")
     power, others = int(patch != "ipo"), (args.beta, args.gamma) if patch == "simpo" else (args.beta,)
     for seed in range(5):
         batch = make_rollout(seed, k=2)
         new = (batch["old_logprobs"] / 3).requires_grad_()
-        policy, reference = (
-            torch.stack(references.sums(batch, x, power)) for x in (new, batch["ref_logprobs"])
-        )
-        pairs = [*policy.view(-1, 2).T, *(reference * (1 - power)).view(-1, 2).T]
+        policy = torch.stack(references.sums(batch, new, power))
+        reference = (1 - power) * torch.stack(references.sums(batch, batch["ref_logprobs"]))
+        pairs = [*policy.view(-1, 2).T, *reference.view(-1, 2).T]
         expected, _ = getattr(references, f"{patch}_loss")(args, batch, new, 8, 0)
         losses = module.dpo_loss(*pairs, *others), expected
         assert_close(*losses, **EXACT)
@@ -111,12 +109,8 @@ def check_pairs(patch, load, folder, monkeypatch):
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
     for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
-        flags = {
-            "correction_level": level,
-            "correction_mode": mode,
-            "correction_low": 0.8,
-            "correction_cap": 1.1,
-        }
+        flags = {"correction_low": 0.8, "correction_cap": 1.1}
+        flags |= {"correction_level": level, "correction_mode": mode}
         args, rollout, advantages, _ = one_iteration(module, folder / level, monkeypatch, **flags)
         weights = spread(references.correction_weights(args, rollout), rollout["response_mask"]).float()
         assert_close(rollout["advantages"], advantages * weights, **CLOSE)
@@ -159,28 +153,15 @@ def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
         results.append(record(tmp_path / str(ranks), cases, ranks))
     for name, one, two in zip(names, *results, strict=True):
         pairs = zip(one[0]["gradients"], two[0]["gradients"], strict=True)
-        assert all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs) == (name != names[-1]), (
-            name
-        )
+        is_same = all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs)
+        assert is_same == (name != names[-1]), name
 
 
-def test_a_patch_fits_what_it_is_for():
-    """A patch of main fits all policy scripts, and each the script that it names. The page has the others."""
-    for name in sync.patches():
-        [path] = re.findall(r"^\+\+\+ b/(.*)", SOURCES[name], re.MULTILINE)
-        sync.apply((ROOT / path).read_text(), SOURCES[name])
-        if "policy_loss(args" in SOURCES[name] or "compute_advantages(args" in SOURCES[name]:
-            assert sync.fits(SOURCES[name]) == POLICY_SCRIPTS
-
-
-def test_make_patch_writes_a_script_or_says_why_not(tmp_path, capsys):
+def test_make_patch_writes_a_script_or_none(tmp_path):
     folder = str(tmp_path / "new")
     assert sync.patch("dapo", "dual_clip,entropy_bonus", folder) == 0
     text = (tmp_path / "new" / "dapo_dual_clip_entropy_bonus.py").read_text()
     assert "dual_clip_c" in text and "entropy_coef" in text and f"python {folder}/dapo_dual" in text
-    capsys.readouterr()
     for wrong in (("dapo", "entropy_bonus,unbiased_kl"), ("rloo", "nothing"), ("nothing", "dual_clip")):
         assert sync.patch(*wrong, folder) == 2
-        said = capsys.readouterr().out
-        assert said.startswith("error: use a") or ("k3 = ratio * k3" in said and "dapo.py" in said)
     assert len([*(tmp_path / "new").iterdir()]) == 1

@@ -11,7 +11,6 @@ import reinforce_pp_process as script
 
 
 def word_lengths(tokens, **columns):
-    """A reward with a score for each token."""
     return [[float(len(word)) for word in words] for words in tokens]
 
 

@@ -36,7 +36,6 @@ def token_logprobs(model, batch, temperature=1.0):
 
 
 def loaded(model, folder, **flags):
-    """The model after the script's own load."""
     save(folder, model, TOKENIZER, model.generation_config.eos_token_id)
     args = grpo.Args(device="cpu", **flags)
     return grpo.load_model(args, str(folder), transformers.AutoModelForCausalLM)[0]
@@ -208,7 +207,7 @@ def test_a_step_is_no_longer_than_max_grad_norm_and_leaves_no_gradient():
     layer = torch.nn.Linear(3, 1, bias=False)
     before = layer.weight.detach().clone()
     layer(torch.full((1, 3), 100.0)).sum().backward()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=9.0)  # optimizer_step sets it
     norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer, 1.0)
     assert norm > 100 and (layer.weight - before).norm().item() == pytest.approx(0.1, rel=1e-3)
     assert layer.weight.grad is None  # or the next step would add to it

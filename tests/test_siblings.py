@@ -17,19 +17,13 @@ PATHS = sync.paths()
 SCRIPTS = {name: path.read_text() for name, path in PATHS.items()}
 
 
-def changed(a: str, b: str) -> list[str]:
-    """The lines of two skeletons that differ, with + or - in front."""
-    lines = [sync.skeleton(SCRIPTS[name]).splitlines() for name in (a, b)]
-    return [line for line in difflib.ndiff(*lines) if line[0] in "+-" and line[2:].strip()]
-
-
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_the_skeletons_are_the_same(name):
-    if name in sync.INSERTS:
-        lines = changed("grpo", name)
-        assert len(lines) <= sync.INSERTS[name] and all(line.startswith("+") for line in lines)
-    else:
-        assert sync.skeleton(SCRIPTS[name]) == sync.skeleton(SCRIPTS["grpo"])
+    skeletons = [sync.skeleton(SCRIPTS[script]) for script in ("grpo", name)]
+    lines = difflib.ndiff(*(skeleton.splitlines() for skeleton in skeletons))
+    changed = [line for line in lines if line[0] in "+-" and line[2:].strip()]
+    assert name in sync.INSERTS or skeletons[0] == skeletons[1]
+    assert len(changed) <= sync.INSERTS.get(name, 0) and all(line[0] == "+" for line in changed)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
@@ -56,7 +50,6 @@ def copy_scripts(folder: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the scripts and their requirements."""
     return copy_scripts(tmp_path)
 
 
@@ -67,8 +60,12 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def test_sync_carries_an_edit_into_every_script(folder):
-    """Once and no more, and nothing else changes. A variant gets an edit of its parent's estimator, too."""
+    """Once and no more, and nothing else changes. A variant gets an edit of its parent's estimator, too.
+
+    A variant that a user has made and kept becomes what make variant would make now.
+    """
     assert sync.sync(folder) == 0
+    assert sync.variant("rloo", "lora", folder) == 0
     assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)
     place = "        # 7. Update: each minibatch"
     edit(folder / "grpo.py", place, f"        print('edit')\n\n{place}")
@@ -84,6 +81,7 @@ def test_sync_carries_an_edit_into_every_script(folder):
             if name == "grpo" or VARIANTS.get(name) == "grpo":
                 expected = expected.replace("log_ref_ratio.exp() - 1 -", "log_ref_ratio.expm1() -")
             assert after == expected
+        assert sync.paths(folder)["rloo_lora"].read_text() == sync.combine("rloo", ["lora"], folder)
 
 
 def test_sync_names_a_conflict_and_writes_nothing(folder, capsys):
@@ -120,7 +118,6 @@ def test_a_variant_has_its_parents_estimator(name):
 
 
 def test_every_planted_bug_still_applies():
-    """It changes its script, into valid Python."""
     for bug in BUGS.values():
         assert (ROOT / "tests" / bug.tests.split()[0]).exists(), f"there is no {bug.tests}"
         source = bug.plant(bug.path().read_text())

@@ -104,8 +104,6 @@ def test_answers_become_ids_in_order_and_without_a_bos():
     tokenizer, ids = make_tokenizer(bos=True), [[9], [8]]
     assert script.call_tool(lambda text: None, tokenizer, ids) == [[], []]
     assert script.call_tool(lambda text: int(text), tokenizer, ids) == [[9], [8]]
-    with pytest.raises(KeyError):  # an exception ends the run, with the traceback of the tool
-        script.call_tool(lambda text: {}["3 + 4"], tokenizer, ids)
 
 
 def test_ids_stay_as_they_were_sampled(tool):

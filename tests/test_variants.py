@@ -27,7 +27,6 @@ def folder(tmp_path_factory):
 
 
 def make(folder, name: str, *chosen: str) -> str:
-    """Write a script with these features into the folder. Returns its name."""
     made = "_".join([name, *chosen])
     (folder / f"{made}.py").write_text(sync.combine(name, [*chosen]))
     return made
@@ -48,31 +47,11 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "if args.kl_coef else None", "if args.kl_coef > 1 else None")
-    for script, features in (
-        ("distill", "tools"),
-        ("sdpo", "correction"),
-        ("rloo", "process"),
-        ("rloo", "lora"),
-        ("rloo", "nothing"),
-    ):
-        assert sync.variant(script, features, copies) == 2
+    cases = [("distill", "tools"), ("sdpo", "correction"), ("rloo", "process"), ("rloo", "lora")]
+    for script, feature in [*cases, ("rloo", "nothing")]:
+        assert sync.variant(script, feature, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
-
-
-def test_one_that_stays_in_the_folder_gets_later_edits(tmp_path):
-    """make sync makes of it what make variant would make now. It is neither a policy script nor a feature."""
-    copies = copy_scripts(tmp_path)
-    kept = {"rloo_lora": ("rloo", "lora"), "rloo_lora_vllm": ("rloo_lora", "vllm")}
-    for how in kept.values():
-        assert sync.variant(*how, copies) == 0
-    edit(copies / "grpo.py", "    optimizer.zero_grad()\n", "    optimizer.zero_grad()  # edit\n")
-    edit(copies / "rloo.py", "    others = ", "    # edit\n    others = ")
-    assert sync.sync(copies) == 0
-    for name, (script, feature) in kept.items():
-        text = sync.paths(copies)[name].read_text()
-        assert text.count("# edit\n") == 2 and text == sync.combine(script, [feature], copies)
-    assert sync.policy_scripts(copies) == sync.policy_scripts() and sync.features(copies) == sync.features()
 
 
 def metrics_of(name, folder, **flags):
@@ -95,9 +74,6 @@ def test_tools_without_a_call_are_the_script(name, folder, tmp_path):
     toy = {"model": "toy/policy", "dataset": "toy/train.jsonl"}
     plain, tools = (metrics_of(x, tmp_path, **toy) for x in (name, make(folder, name, "tools")))
     assert tools == [line | {"calls": 0} for line in plain]
-    toy = {"model": "toy/tools/policy", "dataset": "toy/tools/train.jsonl", "max_response_length": 48}
-    called = metrics_of(f"{name}_tools", tmp_path / "called", num_iterations=1, **toy)
-    assert called[0]["calls"] > 0 and called[0]["logprob_difference"] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -127,4 +103,4 @@ def test_fsdp_has_the_gradients_of_the_script(folder, tmp_path):
             assert (ours - expected).norm() <= 1e-4 * expected.norm() and expected.norm() > 0
         for seen in sharded:
             assert seen["digests"] == sharded[0]["digests"]
-            assert max(seen["kept"]) <= 1.1 / 2 and max(seen["unsharded"]) == 0
+            assert max(seen["unsharded"]) == 0

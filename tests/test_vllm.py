@@ -48,7 +48,6 @@ def policy(request, tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path):
-    """The flags of a run that has something to learn."""
     reward = "def f(completions, **columns): return [len(text) for text in completions]"
     (tmp_path / "mine.py").write_text(reward)
     flags = {"model": save_llama(tmp_path / "start", tied=False), "reward": f"{tmp_path}/mine.py:f"}
@@ -88,18 +87,6 @@ def test_greedy_responses_are_those_of_grpo(policy):
 
 
 @needs_vllm
-def test_seeds(policy):
-    """Torch's seed decides the responses. A prompt that is there twice gets others."""
-    rollouts = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        rollout = script.generate(ARGS, policy, TOKENIZER, [IDS[0]] * 2, samples_per_prompt=8)
-        rollouts.append(rollout["sequences"])
-    assert torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[0], rollouts[2])
-    assert len(rollouts[0].unique(dim=0)) > 8  # two short responses may be equal by chance
-
-
-@needs_vllm
 def test_stopped_and_resumed_it_ends_with_the_same_bits(small, tmp_path):
     run("grpo_vllm", **small | {"num_iterations": 4, "run_dir": tmp_path / "whole"})
     flags = small | {"run_dir": tmp_path / "resumed"}
@@ -126,14 +113,13 @@ def test_experts_and_recurrent_layers_are_refused(name, capsys):
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
 
 
-@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
-def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(dtype, itemsize, tmp_path, monkeypatch):
+def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
-    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype=dtype, batch_size=16)
+    args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype="bfloat16", batch_size=16)
     policy.engine = script.start_engine(args, policy, 480)
-    token_size = 2 * 3 * 2 * 8 * itemsize  # 3 layers, 2 heads of 8
+    token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
     tokens = policy.engine.options["kv_cache_memory_bytes"] / token_size
     assert 16 * 496 <= tokens <= 16 * 520 and policy.engine.options["max_num_seqs"] == 16
     for _ in range(2):

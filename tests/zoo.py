@@ -142,6 +142,5 @@ def few(name: str, count: int, folder: Path) -> Path:
 
 
 def run_stage(script, **flags) -> None:
-    """Run one of these scripts in this process."""
     flags = {name: str(x) if isinstance(x, Path) else x for name, x in flags.items()}
     script.main(script.Args(device="cpu", **flags))
