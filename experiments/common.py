@@ -145,8 +145,9 @@ def demo() -> None:
 
 
 def measured(name: str) -> None:
-    """Print a table that was measured once."""
-    print("\n" + (RESULTS / f"{name}.txt").read_text())
+    """Print a table that was measured once, from results/measured.txt."""
+    text = (RESULTS / "measured.txt").read_text()
+    print(re.search(rf"^# {name}\n(.*?)\s*(?=^# |\Z)", text, re.MULTILINE | re.DOTALL)[1] + "\n")
 
 
 def group_by(rows: list, key: Callable) -> dict:
