@@ -1,11 +1,14 @@
 """tools/diagnose.py: each rule on a run that only it should notice, and none on a healthy one. tools/plot.py.
 
-On real runs, docs/bugs.md has the findings of experiments/bugs.py.
+On real runs, docs/bugs_table.md has its findings.
 """
+
+import json
 
 import diagnose
 import plot
 import pytest
+from conftest import write_jsonl
 
 FLAGS = {"dtype": "float32", "num_minibatches": 2, "update_epochs": 1}
 HEALTHY = {"truncated": 0.01, "response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
@@ -39,6 +42,21 @@ def rows_of(change) -> list[dict]:
 def test_a_rule_notices_what_it_is_for_and_nothing_else(name):
     found = [found for found, _ in diagnose.findings(FLAGS, rows_of(CASES[name]))] or ["nothing"]
     assert found == [name.partition(",")[0]]
+
+
+TRL = {"reward": 0.2, "completions/mean_length": 100.0, "completions/clipped_ratio": 0.5, "kl": 0.7}
+VERL = {"critic/score/mean": 0.2, "response_length/mean": 100.0, "response_length/clip_ratio": 0.5}
+VERL |= {"actor/kl_loss": 0.7}
+
+
+def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
+    state, lines = tmp_path / "trainer_state.json", tmp_path / "verl.jsonl"
+    state.write_text(json.dumps({"log_history": [{"step": i} | TRL for i in range(2, 30)]}))
+    for path in (state, write_jsonl(lines, [{"step": i, "data": VERL} for i in range(2, 30)])):
+        diagnose.main(path)
+        *found, missing = capsys.readouterr().out.splitlines()
+        assert [text.split()[:3] for text in found] == [["50%", "of", "the"], ["kl", "is", "70,"]]
+        assert "log-probs, equal groups" in missing
 
 
 def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, read_jsonl
-from zoo import run
+from zoo import make_model, make_tokenizer, run
 
 import grpo_lora as script
 
@@ -35,3 +35,20 @@ def test_a_run(dtype, tmp_path, capfd):
     assert {layer.scaling["default"] for layer in layers} == {script.Args.lora_alpha / script.Args.lora_rank}
     with with_adapter.disable_adapter():
         assert (merged(ids).logits - with_adapter(ids).logits).abs().max() > 1e-3
+
+
+def test_the_bits_are_those_of_an_adapter_that_peft_casts_to_float32():
+    """Autocast would cast it back."""
+    args, tokenizer = script.Args(max_response_length=12, dtype="bfloat16"), make_tokenizer()
+    policy, results = script.add_adapter(args, make_model("llama").bfloat16()), []
+    layers = [part for part in policy.modules() if isinstance(part, peft.tuners.lora.LoraLayer)]
+    for layer in layers:
+        assert not layer.cast_input_dtype_enabled
+        torch.nn.init.normal_(layer.lora_B["default"].weight)
+    batch = script.generate(args, policy, tokenizer, [tokenizer("3 + 5 ?")["input_ids"]], 4)
+    for is_cast in (False, True):
+        for layer in layers:
+            layer.cast_input_dtype_enabled = is_cast
+        with torch.no_grad(), script.autocast(args):
+            results.append(script.token_logprobs(args, policy, batch))
+    assert torch.equal(*results) and results[0].any()
