@@ -12,8 +12,8 @@ import sync
 from conftest import POLICY_SCRIPTS, ROOT
 from planted import BUGS, IN_VECTORS
 
-VARIANTS = sync.variants()
-PATHS = sync.paths()
+VARIANTS = {name: sync.variants()[name] for name in sync.features().values()}  # not those made from others
+PATHS = {name: path for name, path in sync.paths().items() if name in VARIANTS or name not in sync.variants()}
 SCRIPTS = {name: path.read_text() for name, path in PATHS.items()}
 
 

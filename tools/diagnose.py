@@ -113,9 +113,10 @@ def findings(flags: dict, rows: list[dict]):
         yield "falling score", f"score is {top:.3g} from iteration {iteration} on, then {means[-1]:.3g}"
     elif abs(rise) <= noise and equal <= 0.9 and not is_far:  # those two would say why
         yield "flat score", f"score is {early['score']:.3g} at first and {late['score']:.3g} at last"
+    is_flat = abs(rise) <= noise
     best, iteration = max(held_out, default=(0.0, 0))
     since = [row["score"] for row in rows if row["iteration"] > iteration]
-    if len(held_out) > 2 and len(since) > 4:
+    if len(held_out) > 2 and len(since) > 4 and not is_flat:
         last, half = held_out[-1][0], len(since) // 2
         is_fall = best - last > max((best - held_out[0][0]) / 2, abs(best) / 10)
         if is_fall and mean(since[half:]) >= mean(since[:half]):

@@ -265,7 +265,8 @@ def fits(diff: str) -> list[str]:
 def print_scripts(folder: str) -> None:
     """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
     print("\n| script | what it does |\n|---|---|")
-    names = [name for name, path in paths().items() if path.parent.name == folder]
+    own = [*policy_scripts(), *features().values()]  # not those that `make variant` has made
+    names = [name for name, path in paths().items() if path.parent.name == folder and name in own]
     for name in names or [*STAGES, *CORE]:
         path = paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
