@@ -421,8 +421,10 @@ def open_run(args, state, dataset):
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+    check(
+        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
+        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
+    )
 
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)

@@ -374,8 +374,7 @@ def main(args):
         # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
         rise = iteration / max(1, args.warmup_iterations)
         fall = 1 - args.anneal_lr * (iteration - 1) / args.num_iterations
-        lr_factor = min(1.0, rise, fall)
-        learning_rate = args.learning_rate * lr_factor
+        learning_rate = args.learning_rate * min(rise, fall)
         stats = Counter()  # sums over this rank's micro-batches
         grad_norms = []  # one for each optimizer step
         difference = 0.0  # between the log-probs of sampling and of training: should be near 0
@@ -412,8 +411,8 @@ def main(args):
         if k > 1:
             groups = rollout["raw_scores"].view(-1, k)
             metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
-            within = mean(groups.var(1))  # W; V is the variance of all scores
-            if within:  # V / W (k - 1) / k compares the batch's mean with the rest of the group as a baseline
+            within = mean(groups.var(1))  # W, the mean variance within a prompt
+            if within:  # V / W (k - 1) / k, with the variance V of all scores (docs/exact.md, section 5)
                 squares = mean((groups - metrics["score"]).square())  # k V
                 metrics["score_variance_ratio"] = squares / within * (k - 1) / k**2
         for name, value in stats.items():
@@ -554,8 +553,7 @@ def choose_rows(args, dataset, num_prompts, iteration):
 def exact_answer(completions, answer, **columns):
     """A reward: 1 if the text after the last "answer" (all of it without one) equals the column `answer`."""
     return [
-        float(text.rpartition("answer")[2].strip() == str(right).strip())
-        for text, right in zip(completions, answer)
+        float(text.rpartition("answer")[2].strip() == str(right)) for text, right in zip(completions, answer)
     ]
 
 
@@ -601,11 +599,11 @@ def response_ids(rollout):
 
 def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
-    columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
     check(
-        reward is not exact_answer or "answer" in columns, "--reward exact_answer: add `answer` to the rows"
+        reward is not exact_answer or all("answer" in x for x in rows), "--reward exact_answer: add `answer`"
     )
-    columns = copy.deepcopy(columns)  # so that a reward cannot change the dataset
+    # Copies, so that a reward cannot change the dataset
+    columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
     try:
         scores = reward(
             prompts=columns.pop("prompt"),
@@ -626,7 +624,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     n = args.eval_samples or 1
     all_rows = dataset * n  # of each response
     scores = torch.zeros(len(all_rows), device=args.device)
-    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, but each with a prompt of its own
+    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, each with another prompt
     for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
         rows = all_rows[first : first + size]
         torch.manual_seed(args.seed + first)  # main seeds each iteration, so training does not depend on it
@@ -665,8 +663,10 @@ def open_run(args, state, dataset):
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+    check(
+        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
+        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
+    )
 
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
@@ -694,15 +694,15 @@ def append(path, record):
 
 def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
-    shown = [
-        name for name in metrics if "score" in name or name in ("kl", "equal_groups", "tokens_per_second")
-    ]
+    shown = [x for x in metrics if "score" in x or x in ("kl", "equal_groups", "tokens_per_second")]
     say(f"iteration {iteration:4}{''.join(f'   {name} {metrics[name]:.3f}' for name in shown)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
 
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args)).log(metrics, step=iteration)
+        if not wandb.run:
+            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+        wandb.log(metrics, step=iteration)
 
 
 def log_samples(run_dir, iteration, tokenizer, rows, rollout):

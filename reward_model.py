@@ -12,9 +12,8 @@ output learns the scores by maximum likelihood:
 
 N counts the pairs of one optimizer step over all ranks. The second term keeps the scores near 0, since the
 first sees differences only (arXiv 2312.09244, Eq. 2). The score is read at the last token: EOS, unless
---max_length cuts it off. Texts are tokenized as in the policy scripts; chats go through the chat template.
-AutoModelForSequenceClassification opens the result, with the same scores. Left out: dropout, LoRA, sharded
-models. Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
+--max_length cuts it off. AutoModelForSequenceClassification opens the result. Left out: dropout, LoRA, FSDP.
+Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
 
     python reward_model.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reward_model.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -253,8 +252,7 @@ def check(condition, message):
 
 def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
-    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
+    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use multiples of {WORLD_SIZE}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
     if args.dataset == Args.dataset:
@@ -425,8 +423,10 @@ def open_run(args, state, dataset):
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["model"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+    check(
+        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
+        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
+    )
 
     if RANK == 0:
         lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)

@@ -17,7 +17,7 @@ DATA = {
     "good": [GOOD] * 16,
     "empty_prompt": [GOOD, GOOD | {"prompt": ""}],
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
-    "no_answer": [{"prompt": "3 ?"}] * 16,
+    "no_answer": [GOOD, *[{"prompt": "3 ?"}] * 15],
     "few": [GOOD],
     "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
 }

@@ -46,7 +46,7 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
 
 def test_exact_answer_compares_what_follows_the_last_answer():
     texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8"]
-    assert grpo.exact_answer(texts, answer=[8, "8", "8", " 8\n"]) == [1, 0, 0, 1]
+    assert grpo.exact_answer(texts, answer=[8, "8", "8", "8"]) == [1, 0, 0, 1]
 
 
 def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):

@@ -5,7 +5,6 @@ import math
 import shutil
 import signal
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import resume
@@ -168,8 +167,8 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
     import wandb
 
     logged, options = [], {}
-    log = lambda metrics, step: logged.append({"iteration": step} | metrics)  # noqa: E731
-    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x) or SimpleNamespace(log=log))
+    monkeypatch.setattr(wandb, "init", lambda **x: options.update(x))
+    monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
     assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
     assert options["id"] == "mine" and options["resume"] == "allow" and options["config"]["batch_size"] == 16

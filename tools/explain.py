@@ -99,12 +99,17 @@ def print_tree(probs: list[list[float]]) -> None:
     """Print what choices() returns: the way that the responses to PROMPT part, with probabilities."""
     (think, *path), *_, (answer, six, _) = probs
     right = math.prod(path)
+    ends = [
+        f"{share:.3f}   {word} {first * share:.3f}"
+        for first, p in ((think, right), (answer, six))
+        for word, share in (("right", p), ("wrong", 1 - p))
+    ]
     print(f"""
 ```
-              ┌─ think  {think:.3f} ─┬─ 3 + 5 = 8 - 2 = 6 answer 6 <eos>  {right:.3f}   right {think * right:.3f}
-{PROMPT} ──┤                └─ a slip in a step                  {1 - right:.3f}   wrong {think * (1 - right):.3f}
-              └─ answer {answer:.3f} ─┬─ 6 <eos>                           {six:.3f}   right {answer * six:.3f}
-                               └─ another digit <eos>               {1 - six:.3f}   wrong {answer * (1 - six):.3f}
+              ┌─ think  {think:.3f} ─┬─ 3 + 5 = 8 - 2 = 6 answer 6 <eos>  {ends[0]}
+{PROMPT} ──┤                └─ a slip in a step                  {ends[1]}
+              └─ answer {answer:.3f} ─┬─ 6 <eos>                           {ends[2]}
+                               └─ another digit <eos>               {ends[3]}
 ```
 """)
 
