@@ -401,7 +401,7 @@ def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
 def open_run(args, state, dataset):
     """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "rows": zlib.crc32(repr(dataset).encode())}
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
@@ -420,7 +420,7 @@ def open_run(args, state, dataset):
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
-    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     check(
         total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
         "the ranks differ in flags, rows, checkpoint or weights; start all with the same",

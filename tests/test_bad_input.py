@@ -104,6 +104,9 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
         said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
     assert "exp_name" in refused(capsys, run, "ppo", **flags)
+    write_jsonl(bad / "good.jsonl", DATA["good"] + [GOOD])
+    assert "is a run of other rows;" in refused(capsys, run, "grpo", **flags)
+    write_jsonl(bad / "good.jsonl", DATA["good"])
     longer = flags | {"anneal_lr": True, "num_iterations": 2}
     assert "num_iterations" in refused(capsys, run, "grpo", **longer)
     assert before == {path: path.read_bytes() for path in before}
@@ -131,6 +134,9 @@ def test_ranks_that_differ(tmp_path, monkeypatch, capsys):
 
     open_run()
     for change in ({"rows": DATA["chat"]}, {"layer": layers[1]}, {"track": True}):  # a flag that may change
+        for path in tmp_path.iterdir():  # a new run
+            path.unlink()
         assert "the ranks differ" in refused(capsys, open_run, **change)
+    open_run()
     grpo.save_checkpoint(tmp_path, 1, {"policy": layers[0]})
     assert "the ranks differ" in refused(capsys, open_run)

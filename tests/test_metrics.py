@@ -118,11 +118,6 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
     k = args.samples_per_prompt
     if k > 1:
         line["equal_groups"] = mean(len({*scores[i : i + k]}) == 1 for i in range(0, len(scores), k))
-        if name == "dapo":  # of the batch
-            scores = driver.right_or_wrong([text for _, text in texts_of(tokenizer, rollouts)])
-        within = mean(statistics.variance(scores[i : i + k]) for i in range(0, len(scores), k))
-        if within:
-            line["score_variance_ratio"] = statistics.pvariance(scores) / within * (k - 1) / k
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]

@@ -88,7 +88,7 @@ def findings(flags: dict, rows: list[dict]):
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05  # of the log-prob of a token
     far = [x for x in values("logprob_difference") if x > tolerance]
     if is_wrong := len(far) > len(rows) / 10:  # then the KL is, too
-        yield "log-probs", f"logprob_difference is up to {max(far):.2g}, above {tolerance:g} in {len(far)} iterations"
+        yield "log-probs", f"logprob_difference is up to {max(far):.2g}, above {tolerance:g} {len(far)} times"
     kl = 0 if is_wrong or rows[0]["iteration"] > 1 or "teacher" in flags else rows[0].get("kl", 0)
     if abs(kl) > tolerance * rows[0]["response_length"]:
         yield "first kl", f"kl is {kl:.2g} at iteration 1, where it must be 0"

@@ -439,10 +439,6 @@ def main(args):
         if k > 1:
             groups = rollout["raw_scores"].view(-1, k)
             metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
-            within = mean(groups.var(1))  # W, the mean variance within a prompt
-            if within:  # V / W (k - 1) / k, with the variance V of all scores (docs/exact.md, section 5)
-                squares = mean((groups - metrics["score"]).square())  # k V
-                metrics["score_variance_ratio"] = squares / within * (k - 1) / k**2
         for name, value in stats.items():
             metrics[name] = total(value) / len(grad_norms)  # per optimizer step
 
@@ -671,7 +667,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
 def open_run(args, state, dataset):
     """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "rows": zlib.crc32(repr(dataset).encode())}
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
@@ -690,7 +686,7 @@ def open_run(args, state, dataset):
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
-    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     check(
         total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
         "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
