@@ -264,12 +264,14 @@ def load_model(args, name, auto_class):
         not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
         f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
     )
-    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
+    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        # Without dropout nothing is drawn, so no state of a generator is kept.
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward)
     return model.to(args.device), tokenizer
 
 

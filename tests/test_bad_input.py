@@ -54,7 +54,7 @@ CASES = {
     "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
     "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
     "weights missing": ("--model {bad}/body_only", "lm_head.weight", "policy as --model"),
-    "model without EOS": ("--model {bad}/no_eos", "--model", "no EOS"),
+    "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),
     "reward model as policy": ("--model {bad}/tied_judge", "score.weight", "policy as --model"),
     "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "content", "'user'"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),

@@ -88,13 +88,13 @@ class Args:  # the comment behind a flag is its --help text
     max_prompt_length: int = 512  # prompts with more tokens are left out
     max_response_length: int = 40  # most tokens of a response, 40 for the toy; then it is truncated
     temperature: float = 1.0  # of sampling, log-probs and KL
-    # Reward. A function gets the lists prompts, completions, truncated, each column; returns a list of scores
+    # Reward. A function gets the lists prompts, completions, truncated, **columns; returns a list of scores
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # factor of the score, after the penalty
+    reward_scale: float = 1.0  # factor of the score, after the penalty; a division by a std cancels it
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
-    reward_clip: float = math.inf  # c: finally clip scores to [-c, c]
+    reward_clip: float = math.inf  # c: finally clip scores to [-c, c]; inf: not clipped
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
@@ -171,7 +171,7 @@ def total(x):
 
 
 def mean(x):
-    """The mean over the rows of x (B, ...) on all ranks; of a row of several elements, their sum counts."""
+    """The mean over the rows of x (B, ...) on all ranks; a row of several elements counts with its sum."""
     return total(x) / (len(x) * WORLD_SIZE)
 
 
@@ -517,12 +517,14 @@ def load_model(args, name, auto_class, dtype="float32"):
         not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
         f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
     )
-    check(tokenizer.eos_token, f"--model {name}: has no EOS token; save one in its tokenizer")
+    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        # Without dropout nothing is drawn, so no state of a generator is kept.
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward)
     return model.to(args.device), tokenizer
 
 
@@ -715,7 +717,7 @@ def append(path, record):
 
 def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
-    shown = [x for x in metrics if "score" in x or x in ("kl", "equal_groups", "tokens_per_second")]
+    shown = [x for x in metrics if x.startswith(("score", "eval", "equal", "tokens")) or x == "kl"]
     say(f"iteration {iteration:4}{''.join(f'   {name} {metrics[name]:.3f}' for name in shown)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
