@@ -722,7 +722,7 @@ def log(args, run_dir, iteration, metrics):
         import wandb
 
         if not wandb.run:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+            wandb.init(name=run_dir.name, config=vars(args))
         wandb.log(metrics, step=iteration)
 
 
