@@ -72,7 +72,7 @@ class Args:  # the comment behind a flag is its --help text
     learning_rate: float = 5e-5  # peak of AdamW's; 5e-5 is for the toy, a real model needs about 5e-7
     warmup_iterations: int = 20  # the learning rate first rises linearly over so many
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -191,7 +191,7 @@ def main(args):
         log(args, run_dir, 0, evaluate(args, policy, eval_dataset, eval_ref_logprobs))
 
     for iteration in range(start + 1, num_iterations + 1):
-        began = time.time()
+        began = time.perf_counter()
 
         # 3. Batch: the pairs of this optimizer step, over all ranks
         indices = choose_rows(args, dataset, iteration)
@@ -225,7 +225,7 @@ def main(args):
             "rejected_reward": total(rejected_rewards) / args.batch_size,
             "grad_norm": float(grad_norm),
             "learning_rate": learning_rate,
-            "pairs_per_second": args.batch_size / (time.time() - began),
+            "pairs_per_second": args.batch_size / (time.perf_counter() - began),
         }
 
         # 6. Evaluate, log and save
@@ -266,6 +266,7 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
     remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
+    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use more than 0")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
     if args.dataset == Args.dataset:
@@ -309,7 +310,6 @@ def load_model(args, name, auto_class):
     check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
-        # Without dropout nothing is drawn, so no state of a generator is kept.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
@@ -325,7 +325,7 @@ def token_ids(tokenizer, prompt):
             ids.pop()
         return ids
     check(
-        tokenizer.chat_template and all(message.get("content") for message in prompt),
+        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
         f"chat {prompt}: needs a --model with a chat template, and content in each message",
     )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
@@ -403,7 +403,7 @@ def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
 def open_run(args, state, dataset):
     """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "rows": zlib.crc32(repr(dataset).encode())}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
@@ -422,7 +422,7 @@ def open_run(args, state, dataset):
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
-    checksum = zlib.crc32(repr((flags, start, weights)).encode())
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     check(
         total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
         "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
@@ -434,7 +434,7 @@ def open_run(args, state, dataset):
         atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
-        path.write_text(json.dumps(flags))
+            path.write_text(json.dumps(flags))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)

@@ -70,7 +70,7 @@ class Args:  # the comment behind a flag is its --help text
     learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
     warmup_iterations: int = 20  # the learning rate first rises linearly over so many
     anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -178,7 +178,7 @@ def main(args):
         log(args, run_dir, 0, evaluate(args, run_dir, 0, model, eval_dataset))
 
     for iteration in range(start + 1, num_iterations + 1):
-        began = time.time()
+        began = time.perf_counter()
 
         # 3. Batch: the pairs of this optimizer step, over all ranks
         indices = choose_rows(args, dataset, iteration)
@@ -214,7 +214,7 @@ def main(args):
             "score_std": math.sqrt(score_variance),
             "grad_norm": float(grad_norm),
             "learning_rate": learning_rate,
-            "pairs_per_second": args.batch_size / (time.time() - began),
+            "pairs_per_second": args.batch_size / (time.perf_counter() - began),
         }
 
         # 6. Evaluate, log and save
@@ -326,7 +326,7 @@ def token_ids(tokenizer, prompt):
             ids.pop()
         return ids
     check(
-        tokenizer.chat_template and all(message.get("content") for message in prompt),
+        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
         f"chat {prompt}: needs a --model with a chat template, and content in each message",
     )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
@@ -403,7 +403,7 @@ def evaluate(args, run_dir, iteration, model, dataset):
 def open_run(args, state, dataset):
     """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "rows": zlib.crc32(repr(dataset).encode())}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
@@ -422,7 +422,7 @@ def open_run(args, state, dataset):
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["model"].parameters()]
-    checksum = zlib.crc32(repr((flags, start, weights)).encode())
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     check(
         total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
         "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
@@ -434,7 +434,7 @@ def open_run(args, state, dataset):
         atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
-        path.write_text(json.dumps(flags))
+            path.write_text(json.dumps(flags))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)

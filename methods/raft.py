@@ -96,7 +96,7 @@ class Args:  # the comment behind a flag is its --help text
     learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
     warmup_iterations: int = 0  # the learning rate first rises linearly over so many
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped, 0: no training
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
     gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
     # Run
     run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
@@ -333,14 +333,14 @@ def main(args):
         log(args, run_dir, 0, evaluate(args, policy, tokenizer, eval_reward, eval_dataset))
 
     for iteration in range(start + 1, args.num_iterations + 1):
-        began = time.time()
+        began = time.perf_counter()
         # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
         torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
 
         # 3. Rollout: k responses to each of this rank's prompts, and what the reward gives
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
-        sampling_seconds = time.time() - began
+        sampling_seconds = time.perf_counter() - began
         rows = [row for row in prompt_rows for _ in range(k)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
 
@@ -388,7 +388,7 @@ def main(args):
             "logprob_difference": total(difference),  # mean per token
             "grad_norm": float(sum(grad_norms)) / len(grad_norms),
             "learning_rate": learning_rate,
-            "tokens_per_second": response_tokens / (time.time() - began),
+            "tokens_per_second": response_tokens / (time.perf_counter() - began),
             "sampling_seconds": sampling_seconds,
         }
         if reference:
@@ -440,7 +440,7 @@ def check_args(args):
     check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use >= {args.min_samples_per_prompt}")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: use a multiple of {unit}")
-    check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
+    check(min(args.temperature, args.max_grad_norm) > 0, "--temperature, --max_grad_norm: use more than 0")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
 
@@ -482,7 +482,6 @@ def load_model(args, name, auto_class):
     check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
-        # Without dropout nothing is drawn, so no state of a generator is kept.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
@@ -498,7 +497,7 @@ def token_ids(tokenizer, prompt):
             ids.pop()
         return ids
     check(
-        tokenizer.chat_template and all(message.get("content") for message in prompt),
+        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
         f"chat {prompt}: needs a --model with a chat template, and content in each message",
     )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
@@ -583,19 +582,17 @@ def response_ids(rollout):
 def score(reward, tokenizer, rows, rollout):
     """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
     check(
-        reward is not exact_answer or all("answer" in x for x in rows), "--reward exact_answer: add `answer`"
+        reward is not exact_answer or all(isinstance(x.get("answer"), str | int) for x in rows),
+        "--reward exact_answer: each row needs an `answer`, a text or an integer",
     )
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
-    try:
-        scores = reward(
-            prompts=columns.pop("prompt"),
-            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
-            truncated=rollout["truncated"].tolist(),
-            **columns,
-        )
-    except SystemExit:  # which would end the run without a word
-        check(False, "--reward or --eval_reward: called sys.exit; let it return scores, or raise")
+    scores = reward(
+        prompts=columns.pop("prompt"),
+        completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+        truncated=rollout["truncated"].tolist(),
+        **columns,
+    )
     scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
     is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
     check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
@@ -626,7 +623,7 @@ def evaluate(args, policy, tokenizer, reward, dataset):
 def open_run(args, state, dataset):
     """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "rows": zlib.crc32(repr(dataset).encode())}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
     path = run_dir / "args.json"
     if path.exists():
         old = json.loads(path.read_text())
@@ -645,7 +642,7 @@ def open_run(args, state, dataset):
             part.load_state_dict(checkpoint[name])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
-    checksum = zlib.crc32(repr((flags, start, weights)).encode())
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     check(
         total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
         "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
@@ -657,7 +654,7 @@ def open_run(args, state, dataset):
         atexit.register(lock.release)  # keeps the object, and so the lock, until the end
         if start == 0:
             shutil.copy(__file__, run_dir)
-        path.write_text(json.dumps(flags))
+            path.write_text(json.dumps(flags))
         for name in ("metrics", "samples"):
             with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
                 file.seek(0)
@@ -677,7 +674,7 @@ def append(path, record):
 
 def log(args, run_dir, iteration, metrics):
     """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
-    shown = [x for x in metrics if x.startswith(("score", "eval", "equal", "tokens")) or x == "kl"]
+    shown = [x for x in metrics if x.startswith(("score", "eval", "kl", "equal", "logprob", "tokens"))]
     say(f"iteration {iteration:4}{''.join(f'   {name} {metrics[name]:.3f}' for name in shown)}")
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
@@ -709,4 +706,8 @@ def save_checkpoint(run_dir, iteration, state):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    args = tyro.cli(Args, description=__doc__, use_underscores=True)
+    try:
+        main(args)
+    except SystemExit as end:
+        sys.exit(end.code or "error: a file of yours called sys.exit; let its functions return, or raise")

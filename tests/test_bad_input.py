@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
 DATA = {
     "good": [GOOD] * 16,
+    "float_answer": [GOOD | {"answer": 8.0}] * 16,
     "empty_prompt": [GOOD, GOOD | {"prompt": ""}],
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [GOOD, *[{"prompt": "3 ?"}] * 15],
@@ -51,7 +54,8 @@ def bad(tmp_path_factory):
 CASES = {
     "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
     "bfloat16 on mps": ("--device mps:0 --dtype bfloat16", "on mps use --dtype float32"),
-    "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
+    "temperature": ("--temperature 0", "--temperature", "more than 0"),
+    "gradient turned around": ("--max_grad_norm -1", "--max_grad_norm", "more than 0"),
     "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
     "weights missing": ("--model {bad}/body_only", "lm_head.weight", "policy as --model"),
     "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),
@@ -59,13 +63,13 @@ CASES = {
     "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "content", "'user'"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "--model with a chat template", "'3 ?'"),
+    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", "`answer`", "integer"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
     "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "return 16 finite scores"),
     "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
     "policy as reward model": ("--reward {toy}/policy", "reward model as --reward"),
-    "sys.exit": ("--reward {bad}/reward.py:leaves", "--reward", "called sys.exit"),
 }
 
 
@@ -90,6 +94,22 @@ def test_no_code_of_a_model_runs(tmp_path):
     assert not (tmp_path / "code ran").exists()
 
 
+def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path):
+    command = [
+        sys.executable,
+        ROOT / "grpo.py",
+        "--num_iterations",
+        "1",
+        "--batch_size",
+        "16",
+        "--device",
+        "cpu",
+    ]
+    command += ["--run_dir", tmp_path / "run", "--dataset", bad / "good.jsonl"]
+    ended = subprocess.run([*command, "--reward", f"{bad}/reward.py:leaves"], capture_output=True, text=True)
+    assert ended.returncode == 1 and "called sys.exit" in ended.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
 def test_a_group_needs_two_where_it_is_compared_with_itself(script, capsys):
     assert "--samples_per_prompt 1: use >= 2" in refused(capsys, run, script, samples_per_prompt=1)
@@ -104,9 +124,7 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
         said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
     assert "exp_name" in refused(capsys, run, "ppo", **flags)
-    write_jsonl(bad / "good.jsonl", DATA["good"] + [GOOD])
-    assert "is a run of other rows;" in refused(capsys, run, "grpo", **flags)
-    write_jsonl(bad / "good.jsonl", DATA["good"])
+    assert "other script;" in refused(capsys, run, "rloo", **flags, exp_name="grpo")
     longer = flags | {"anneal_lr": True, "num_iterations": 2}
     assert "num_iterations" in refused(capsys, run, "grpo", **longer)
     assert before == {path: path.read_bytes() for path in before}
@@ -134,9 +152,6 @@ def test_ranks_that_differ(tmp_path, monkeypatch, capsys):
 
     open_run()
     for change in ({"rows": DATA["chat"]}, {"layer": layers[1]}, {"track": True}):  # a flag that may change
-        for path in tmp_path.iterdir():  # a new run
-            path.unlink()
         assert "the ranks differ" in refused(capsys, open_run, **change)
-    open_run()
     grpo.save_checkpoint(tmp_path, 1, {"policy": layers[0]})
     assert "the ranks differ" in refused(capsys, open_run)

@@ -106,12 +106,6 @@ def test_answers_become_ids_in_order_and_without_a_bos():
     assert script.call_tool(lambda text: int(text), tokenizer, ids) == [[9], [8]]
 
 
-def test_a_tool_cannot_end_the_run_without_a_word(capsys):
-    assert "--tool: called sys.exit" in refused(
-        capsys, script.call_tool, lambda text: exit(0), TOKENIZER, [[9]]
-    )
-
-
 def test_ids_stay_as_they_were_sampled(tool):
     """A tokenizer that would read the text of two ids as one: the ids stay two."""
     words = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "ab": 4, "+": 5}
