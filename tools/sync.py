@@ -63,6 +63,10 @@ FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re
 def paths(root: Path = ROOT) -> dict[str, Path]:
     """The path of each script by its name, which is the same in all folders: `dapo` is methods/dapo.py."""
     found = [path for folder in FOLDERS for path in (root / folder).glob("*.py")]
+    found = [path for path in found if path.read_bytes().startswith(b"# /// script")]  # no my_reward.py
+    names = Counter(path.stem for path in found)
+    if twice := [str(path) for path in found if names[path.stem] > 1]:
+        sys.exit(f"error: give each script another name: {', '.join(twice)}")
     return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
 
 
@@ -139,6 +143,7 @@ def sync(root: Path = ROOT) -> int:
     # The skeleton of the last sync is the one that most copies have.
     [(before, _)] = Counter(skeleton(sources[name]) for name in copies).most_common(1)
     after = skeleton(sources["grpo"])
+    blocks = Counter(OWN.findall(sources[name])[1] for name in parents)
     merged, conflicts = {}, []
     for name in [*scripts, *parents]:
         mine = skeleton(sources[name])
@@ -146,8 +151,14 @@ def sync(root: Path = ROOT) -> int:
         if not is_clean or (name in copies and bare != after):  # an edit made in a copy is not overwritten
             conflicts.append(name)
             continue
-        docstring, _ = OWN.findall(sources[name])
-        _, block = OWN.findall(sources[estimator_of(name, root)])
+        docstring, own = OWN.findall(sources[name])
+        parent = estimator_of(name, root)
+        _, block = OWN.findall(sources[parent])
+        if own != block and blocks[own] == 1:  # an edit, unless the parent has had it
+            command = ["git", "log", "-1", "--format=%h", f"-S{own}", "--", paths(root)[parent]]
+            log = subprocess.run(command, cwd=root, capture_output=True, text=True)
+            if log.returncode == 0 and not log.stdout:
+                conflicts.append(name)
         merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
@@ -161,9 +172,9 @@ def sync(root: Path = ROOT) -> int:
         print("nothing written")
         return 1
     requirements = (root / "requirements.txt").read_text()
-    for name, source in sources.items():
+    for name in merged:
         text = pin(merged[name], requirements)
-        if text != source:
+        if text != sources[name]:
             paths(root)[name].write_text(text)
             print(f"{name}.py: updated")
     return 0
@@ -241,8 +252,8 @@ def apply(source: str, diff: str, name: str = "") -> str:
 def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with patches. A ValueError says why there is none."""
     known = patches(root)
-    if name not in paths(root) or {*chosen} - {*known}:
-        raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(known)}")
+    if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
+        raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
     for pair in product(features_of(name, root), chosen):
         if pair in REFUSED:
             raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
