@@ -7,6 +7,7 @@ tests/mutants.py checks that a test notices each. experiments/learn.py trains wi
 
 import difflib
 import importlib
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -81,4 +82,7 @@ IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in BUGS:
         sys.exit("error: give one of these names:\n" + "\n".join(BUGS))
+    path = BUGS[sys.argv[1]].path()
+    if subprocess.run(["git", "diff", "--quiet", "--", path], cwd=ROOT).returncode:
+        sys.exit(f"error: {path.name} has an edit that git restore would undo, too: commit it first")
     BUGS[sys.argv[1]].plant_in(ROOT)
