@@ -80,7 +80,7 @@ diff:
 	touch $@
 
 .venv/scripts: requirements.txt | .venv/made
-	.venv/bin/pip install --quiet -r requirements.txt
+	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
 .venv/group-%: pyproject.toml | .venv/made

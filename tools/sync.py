@@ -72,10 +72,8 @@ def paths(root: Path = ROOT) -> dict[str, Path]:
 
 def policy_scripts(root: Path = ROOT) -> list[str]:
     """The names of the scripts that have their own estimator block."""
-    sources = {name: path.read_text() for name, path in paths(root).items()}
-    return [
-        name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text, 0, TOP)
-    ]
+    found = {name for name, path in paths(root).items() if f"\n{MARKER}" in path.read_text()}
+    return sorted(found - {*variants(root)})
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
@@ -294,12 +292,8 @@ def print_diff(a: str, b: str, function: str) -> None:
     """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
     old, new = (functions(paths()[name].read_text())[function].splitlines() for name in (a, b))
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
-    print(
-        "\n```diff",
-        *(line.rstrip() for line in lines if not line.startswith(("@@", " @"))),
-        "```\n",
-        sep="\n",
-    )
+    lines = [line.rstrip() for line in lines if line[:2] not in ("@@", " @")]
+    print("\n```diff", *lines, "```\n", sep="\n")
 
 
 def print_patches() -> None:
