@@ -109,8 +109,7 @@ def check_pairs(patch, load, folder, monkeypatch):
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
     for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
-        flags = {"correction_low": 0.8, "correction_cap": 1.1}
-        flags |= {"correction_level": level, "correction_mode": mode}
+        flags = dict(correction_low=0.8, correction_cap=1.1, correction_level=level, correction_mode=mode)
         args, rollout, advantages, _ = one_iteration(module, folder / level, monkeypatch, **flags)
         weights = spread(references.correction_weights(args, rollout), rollout["response_mask"]).float()
         assert_close(rollout["advantages"], advantages * weights, **CLOSE)
@@ -166,5 +165,5 @@ def test_make_patch_writes_a_script_or_none(tmp_path):
     for wrong in (*unfit, ("rloo", "nothing"), ("nothing", "dual_clip")):
         assert sync.patch(*wrong, folder) == 2
     assert len([*(tmp_path / "new").iterdir()]) == 1
-    masked = sync.patched("grpo", ["teacher_term", "top_entropy_tokens"])
-    assert "has_top_entropy(args, rollout)\n\n" in masked  # a mask is last in either order
+    # A mask is last in either order.
+    assert "is_kept(args, rollout)\n\n" in sync.patched("grpo", ["teacher_term", "negative_tokens"])

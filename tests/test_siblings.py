@@ -64,10 +64,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def test_sync_carries_an_edit_into_every_script(folder):
-    """Once and no more, and nothing else changes. A variant gets an edit of its parent's estimator, too.
-
-    A variant that a user has made and kept becomes what make variant would make now.
-    """
+    """Once, and nothing else. A variant gets its parent's estimator; a made one is what make variant makes now."""
     assert sync.sync(folder) == 0
     assert sync.variant("rloo", "lora", folder) == 0
     assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)

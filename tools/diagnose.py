@@ -30,8 +30,6 @@ REMEDIES = {
     "large kl": "Read samples, score held-out prompts by --eval_reward; raise --kl_coef, lower --learning_rate.",
     "idle clip": "Check that the old log-probs come from sampling; else the steps are small.",
 }
-
-
 # What TRL and verl log, by its name here. Their KL is a mean over tokens, ours a sum over a response.
 NAMES = {
     "reward": "score", "critic/score/mean": "score",
@@ -61,8 +59,7 @@ def read(path: Path) -> tuple[dict, list[dict]]:
         logged = [{"step": x["step"]} | x["data"] for x in map(json.loads, text.splitlines())]
     for line in logged:
         row = {NAMES[name]: x for name, x in line.items() if name in NAMES and x is not None}
-        held_out = [name for name in line if "val-core/" in name and "/mean@" in name]
-        row |= {f"eval/score/{name}": line[name] for name in held_out}
+        row |= {f"eval/score/{x}": line[x] for x in line if "val-core/" in x and "/mean@" in x}
         if "kl" in row:
             row["kl"] *= row["response_length"]
         rows.append({"iteration": line["step"]} | row)
@@ -120,10 +117,9 @@ def findings(flags: dict, rows: list[dict]):
         yield "falling score", f"score is {top:.3g} from iteration {iteration} on, then {means[-1]:.3g}"
     elif abs(rise) <= noise and equal <= 0.9 and not is_far:  # those two would say why
         yield "flat score", f"score is {early['score']:.3g} at first and {late['score']:.3g} at last"
-    is_flat = abs(rise) <= noise
     best, iteration = max(held_out, default=(0.0, 0))
     since = [row["score"] for row in rows if row["iteration"] > iteration]
-    if len(held_out) > 2 and len(since) > 4 and not is_flat:
+    if len(held_out) > 2 and len(since) > 4 and abs(rise) > noise:
         last, half = held_out[-1][0], len(since) // 2
         is_fall = best - last > max((best - held_out[0][0]) / 2, abs(best) / 10)
         if is_fall and mean(since[half:]) >= mean(since[:half]):

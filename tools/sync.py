@@ -27,10 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "methods", "variants")
 CORE = ["reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
 STAGES = ["sft", "reward_model", "dpo"]
-MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
-VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
-TOP = 999  # characters in which it stands
+VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 4, "gdpo": 6, "gkd": 9, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
@@ -72,34 +70,28 @@ def paths(root: Path = ROOT) -> dict[str, Path]:
 
 def policy_scripts(root: Path = ROOT) -> list[str]:
     """The names of the scripts that have their own estimator block."""
-    found = {name for name, path in paths(root).items() if f"\n{MARKER}" in path.read_text()}
+    found = {name for name, path in paths(root).items() if "\n    # --- estimator: begin" in path.read_text()}
     return sorted(found - {*variants(root)})
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
     """The parent of each variant, by name."""
-    found = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    found = {name: VARIANT.match(path.read_text()) for name, path in paths(root).items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
     """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
-    markers = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    markers = {name: VARIANT.match(path.read_text()) for name, path in paths(root).items()}
     return {name.rpartition("_")[2]: name for name, marker in markers.items() if marker and not marker[2]}
 
 
 def features_of(name: str, root: Path = ROOT) -> list[str]:
     """The features that a script has."""
-    marker = VARIANT.search(paths(root)[name].read_text(), 0, TOP)
+    marker = VARIANT.match(paths(root)[name].read_text())
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
-
-
-def estimator_of(name: str, root: Path = ROOT) -> str:
-    """The script whose estimator block a script has: its own, its parent's, or that of such a feature."""
-    changed = [features(root)[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
-    return changed[0] if changed else variants(root).get(name, name)
 
 
 def skeleton(source: str) -> str:
@@ -136,7 +128,7 @@ def functions(source: str) -> dict[str, str]:
 def sync(root: Path = ROOT) -> int:
     """Carry an edit of grpo.py, or of requirements.txt, into the other scripts. Returns the exit code."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
-    scripts, parents = policy_scripts(root), variants(root)
+    scripts, parents, known = policy_scripts(root), variants(root), features(root)
     copies = [name for name in scripts if name != "grpo" and name not in INSERTS]
     # The skeleton of the last sync is the one that most copies have.
     [(before, _)] = Counter(skeleton(sources[name]) for name in copies).most_common(1)
@@ -150,7 +142,9 @@ def sync(root: Path = ROOT) -> int:
             conflicts.append(name)
             continue
         docstring, own = OWN.findall(sources[name])
-        parent = estimator_of(name, root)
+        # The block is its own, its parent's, or that of such a feature.
+        changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+        parent = changed[0] if changed else parents.get(name, name)
         _, block = OWN.findall(sources[parent])
         if own != block and blocks[own] == 1:  # an edit, unless the parent has had it
             command = ["git", "log", "-1", "--format=%h", f"-S{own}", "--", paths(root)[parent]]
@@ -190,11 +184,8 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
-
-    def bare(name):
-        return HEADER.sub("", skeleton(sources[name]))
-
-    text = bare(name)
+    bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
+    text = bare[name]
     for feature in chosen:
         for other in (script, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
@@ -203,7 +194,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         variant, parent = known[feature], parents[known[feature]]
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
-        text, is_clean = merge(text, bare(parent), bare(variant))
+        text, is_clean = merge(text, bare[parent], bare[variant])
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
@@ -279,10 +270,8 @@ def print_scripts(folder: str) -> None:
     for name in names or [*STAGES, *CORE]:
         path = paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
-        page = f"methods.md#{name}"
-        if name in STAGES:
-            page = f"stages.md#{name}"
-        elif folder == "variants":
+        page = f"{'stages' if name in STAGES else 'methods'}.md#{name}"
+        if folder == "variants":
             page = f"variants.md#{features_of(name)[0]}"
         print(f"| [`{name}.py`]({path.relative_to(ROOT)}) | {title} ([more](docs/{page})) |")
     print()
