@@ -161,9 +161,8 @@ def test_make_patch_writes_a_script_or_none(tmp_path):
     assert sync.patch("dapo", "dual_clip,entropy_bonus", folder) == 0
     text = (tmp_path / "new" / "dapo_dual_clip_entropy_bonus.py").read_text()
     assert "dual_clip_c" in text and "entropy_coef" in text and f"python {folder}/dapo_dual" in text
-    unfit = [("dapo", "entropy_bonus,unbiased_kl"), ("grpo", "unbiased_kl,unbiased_kl")]
-    for wrong in (*unfit, ("rloo", "nothing"), ("nothing", "dual_clip")):
-        assert sync.patch(*wrong, folder) == 2
+    for x in (("dapo", "dual_clip,ipo"), ("grpo", "unbiased_kl,unbiased_kl"), ("rloo", "no"), ("no", "ipo")):
+        assert sync.patch(*x, folder) == 2
     assert len([*(tmp_path / "new").iterdir()]) == 1
     # A mask is last in either order.
     assert "is_kept(args, rollout)\n\n" in sync.patched("grpo", ["teacher_term", "negative_tokens"])

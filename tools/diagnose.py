@@ -84,10 +84,9 @@ def findings(flags: dict, rows: list[dict]):
     rise = late["score"] - early["score"]
 
     # What a few iterations show
-    for row in rows:
-        if names := [name for name, x in row.items() if not isfinite(x)]:
-            yield "not finite", f"{', '.join(names)}: not finite in iteration {row['iteration']}"
-            return
+    if wrong := [(name, row["iteration"]) for row in rows for name, x in row.items() if not isfinite(x)]:
+        yield "not finite", "{} is not finite in iteration {}".format(*wrong[0])
+        return
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05  # of the log-prob of a token
     far = [x for x in values("logprob_difference") if x > tolerance]
     if is_wrong := len(far) > len(rows) / 10:  # then the KL is, too

@@ -133,7 +133,7 @@ def sync(root: Path = ROOT) -> int:
     # The skeleton of the last sync is the one that most copies have.
     [(before, _)] = Counter(skeleton(sources[name]) for name in copies).most_common(1)
     after = skeleton(sources["grpo"])
-    blocks = Counter(OWN.findall(sources[name])[1] for name in parents)
+    blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
     merged, conflicts = {}, []
     for name in [*scripts, *parents]:
         mine = skeleton(sources[name])
@@ -145,13 +145,12 @@ def sync(root: Path = ROOT) -> int:
         # The block is its own, its parent's, or that of such a feature.
         changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
         parent = changed[0] if changed else parents.get(name, name)
-        _, block = OWN.findall(sources[parent])
-        if own != block and blocks[own] == 1:  # an edit, unless the parent has had it
+        if own != blocks[parent] and [*blocks.values()].count(own) == 1:  # an edit, or an old copy
             command = ["git", "log", "-1", "--format=%h", f"-S{own}", "--", paths(root)[parent]]
             log = subprocess.run(command, cwd=root, capture_output=True, text=True)
             if log.returncode == 0 and not log.stdout:
                 conflicts.append(name)
-        merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
+        merged[name] = bare.replace("# own", docstring, 1).replace("# own", blocks[parent], 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
         merged[name] = sources[name]
@@ -308,8 +307,7 @@ def diff(a: str, b: str, root: Path = ROOT) -> int:
     if {a, b} - {*found}:
         print(f"error: A={a} B={b}: use two of {', '.join(found)}")
         return 2
-    files = [found[name].relative_to(root) for name in (a, b)]
-    subprocess.run(["git", "diff", "--no-index", "--", *files], cwd=root)
+    subprocess.run(["git", "diff", "--no-index", *(found[x].relative_to(root) for x in (a, b))], cwd=root)
     return 0
 
 
