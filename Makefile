@@ -62,7 +62,7 @@ variant:
 # make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, which is rloo.py with that patch of
 # patches/. TO=folder names another folder.
 patch:
-	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) $(TO)
+	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) "$(or $(TO),runs)"
 
 # make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
@@ -75,12 +75,12 @@ diff:
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.
 .venv/made:
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	touch $@
 
 .venv/scripts: requirements.txt | .venv/made
-	.venv/bin/pip install --quiet -r requirements.txt
+	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
 .venv/group-%: pyproject.toml | .venv/made
@@ -97,3 +97,4 @@ diff:
 
 .PHONY: demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%
+.NOTPARALLEL:

@@ -40,7 +40,7 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
     """Print each case, and return (case, what differs, by how much, names of mistakes with the same numbers)."""
     found = []
     for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
-        mask, wrong, results = inputs["response_mask"], [], function(inputs)
+        mask, wrong, results = inputs["response_mask"].copy(), [], function(inputs)
         if not results:
             raise ValueError(f"{method}: the function returned nothing; return advantages, loss or gradient")
         for key, result in results.items():

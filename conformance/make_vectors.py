@@ -14,7 +14,6 @@ import torch
 from check import FOLDER, PATH, VECTORS, difference
 
 sys.path.append(str(FOLDER.parent / "tools"))
-
 from planted import IN_VECTORS
 
 PLAN = tomllib.loads((FOLDER / "vectors.toml").read_text())
@@ -92,9 +91,8 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
     if "reward_weights" in inputs:
         inputs["scores"] = rollout["several_scores"]
     case, mask = rollout | inputs, rollout["response_mask"]
-    tensors = {
-        key: torch.tensor(case[key], dtype=torch.float64) for key, x in rollout.items() if isinstance(x, list)
-    }
+    lists = [key for key, x in rollout.items() if isinstance(x, list)]
+    tensors = {key: torch.tensor(case[key], dtype=torch.float64) for key in lists}
     case |= tensors | {"response_mask": tensors["response_mask"].bool()}
     expected, mistakes = compute(right, method, case), {}
     results = {mistake: compute(right, method, case | f(case)) for mistake, f in INPUT_MISTAKES.items()}

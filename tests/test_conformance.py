@@ -14,8 +14,6 @@ from explain import loss_and_push
 from planted import IN_VECTORS
 
 METHODS = check.VECTORS["methods"]
-
-
 # The script and its patches behind each method; entropy_bonus is in main, and has none
 SCRIPTS = {method: [method] for method in METHODS if method in sync.paths()}
 SCRIPTS |= {"dual_clip": ["grpo", "dual_clip"], "ipo": ["dpo", "ipo"]}

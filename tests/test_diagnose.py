@@ -13,6 +13,7 @@ from conftest import write_jsonl
 FLAGS = {"dtype": "float32", "num_minibatches": 2, "update_epochs": 1}
 HEALTHY = {"truncated": 0.01, "response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
 CASES = {
+    "not finite": lambda i: {"grad_norm": float("nan" if i == 30 else 1)},
     "log-probs": lambda i: {"logprob_difference": 0.002, "kl": 5.0 * i},  # nothing about the kl
     "first kl": lambda i: {"kl": 3 + i / 20},
     "equal groups": lambda i: {"equal_groups": 0.95 - i / 200},
@@ -57,6 +58,7 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
         *found, missing = capsys.readouterr().out.splitlines()
         assert [text.split()[:3] for text in found] == [["50%", "of", "the"], ["kl", "is", "70,"]]
         assert "log-probs, equal groups" in missing
+    assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, and not 0
 
 
 def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):

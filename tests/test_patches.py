@@ -109,8 +109,7 @@ def check_pairs(patch, load, folder, monkeypatch):
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
     for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
-        flags = {"correction_low": 0.8, "correction_cap": 1.1}
-        flags |= {"correction_level": level, "correction_mode": mode}
+        flags = dict(correction_low=0.8, correction_cap=1.1, correction_level=level, correction_mode=mode)
         args, rollout, advantages, _ = one_iteration(module, folder / level, monkeypatch, **flags)
         weights = spread(references.correction_weights(args, rollout), rollout["response_mask"]).float()
         assert_close(rollout["advantages"], advantages * weights, **CLOSE)
@@ -162,6 +161,8 @@ def test_make_patch_writes_a_script_or_none(tmp_path):
     assert sync.patch("dapo", "dual_clip,entropy_bonus", folder) == 0
     text = (tmp_path / "new" / "dapo_dual_clip_entropy_bonus.py").read_text()
     assert "dual_clip_c" in text and "entropy_coef" in text and f"python {folder}/dapo_dual" in text
-    for wrong in (("dapo", "entropy_bonus,unbiased_kl"), ("rloo", "nothing"), ("nothing", "dual_clip")):
-        assert sync.patch(*wrong, folder) == 2
+    for x in (("dapo", "dual_clip,ipo"), ("grpo", "unbiased_kl,unbiased_kl"), ("rloo", "no"), ("no", "ipo")):
+        assert sync.patch(*x, folder) == 2
     assert len([*(tmp_path / "new").iterdir()]) == 1
+    # A mask is last in either order.
+    assert "is_kept(args, rollout)\n\n" in sync.patched("grpo", ["teacher_term", "negative_tokens"])

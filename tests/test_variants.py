@@ -76,16 +76,14 @@ def test_tools_without_a_call_are_the_script(name, folder, tmp_path):
     assert tools == [line | {"calls": 0} for line in plain]
 
 
-@pytest.mark.parametrize(
-    "name, chosen", [("dapo", []), ("remax", []), ("rloo", ["lora"]), ("rloo", ["fsdp"])]
-)
-def test_vllm_samples_with_the_weights_of_now(name, chosen, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("parts", [["dapo"], ["remax"], ["rloo", "lora"], ["rloo", "fsdp"]])
+def test_vllm_samples_with_the_weights_of_now(parts, folder, tmp_path, monkeypatch):
     """By a stand-in, with responses that do not depend on who samples: all metrics are the script's, to the end."""
     from vllm import with_a_seed
 
     lines = []
-    parent = make(folder, name, *chosen) if chosen == ["lora"] else name
-    for x in (parent, make(folder, name, *chosen, "vllm")):
+    parent = make(folder, *parts) if "lora" in parts else parts[0]
+    for x in (parent, make(folder, *parts, "vllm")):
         script = importlib.import_module(x)
         monkeypatch.setattr(script, "generate", with_a_seed(script.generate))
         lines.append(metrics_of(x, tmp_path, num_iterations=3))

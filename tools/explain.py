@@ -98,10 +98,9 @@ def choices(folder: str | Path) -> list[list[float]]:
 def print_tree(probs: list[list[float]]) -> None:
     """Print what choices() returns: the way that the responses to PROMPT part, with probabilities."""
     (think, *path), *_, (answer, six, _) = probs
-    right = math.prod(path)
     ends = [
         f"{share:.3f}   {word} {first * share:.3f}"
-        for first, p in ((think, right), (answer, six))
+        for first, p in ((think, math.prod(path)), (answer, six))
         for word, share in (("right", p), ("wrong", 1 - p))
     ]
     print(f"""

@@ -7,14 +7,14 @@ tests/mutants.py checks that a test notices each. experiments/learn.py trains wi
 
 import difflib
 import importlib
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import sync
-from sync import ROOT
+from sync import ROOT, functions, patches, paths
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Planted:
         return self.where.partition(".")[0]
 
     def path(self, folder: Path = ROOT) -> Path:
-        found = sync.paths(folder) | sync.patches(folder) | {"references": folder / "tests" / "references.py"}
+        found = paths(folder) | patches(folder) | {"references": folder / "tests" / "references.py"}
         return found[self.script]
 
     def plant(self, source: str) -> str:
         """The source with the bug. ValueError if there is not exactly one place for it."""
         if self.where == "references":
             return self.plant_in_references(source)
-        function = (sync.functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
+        function = (functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
         if function.count(self.old) != 1:
             raise ValueError(f"{self.name!r}: {self.where} has {function.count(self.old)} times {self.old!r}")
         return source.replace(function, function.replace(self.old, self.new))
@@ -81,4 +81,7 @@ IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in BUGS:
         sys.exit("error: give one of these names:\n" + "\n".join(BUGS))
+    path = BUGS[sys.argv[1]].path()
+    if subprocess.run(["git", "diff", "--quiet", "--", path], cwd=ROOT).returncode:
+        sys.exit(f"error: {path.name} has an edit that git restore would undo, too: commit it first")
     BUGS[sys.argv[1]].plant_in(ROOT)

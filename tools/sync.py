@@ -27,10 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "methods", "variants")
 CORE = ["reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
 STAGES = ["sft", "reward_model", "dpo"]
-MARKER = "    # --- estimator: begin"
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
-VARIANT = re.compile(r"^# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
-TOP = 999  # characters in which it stands
+VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 4, "gdpo": 6, "gkd": 9, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
@@ -63,41 +61,37 @@ FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re
 def paths(root: Path = ROOT) -> dict[str, Path]:
     """The path of each script by its name, which is the same in all folders: `dapo` is methods/dapo.py."""
     found = [path for folder in FOLDERS for path in (root / folder).glob("*.py")]
+    found = [path for path in found if path.read_bytes().startswith(b"# /// script")]  # no my_reward.py
+    names = Counter(path.stem for path in found)
+    if twice := [str(path) for path in found if names[path.stem] > 1]:
+        sys.exit(f"error: give each script another name: {', '.join(twice)}")
     return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
 
 
 def policy_scripts(root: Path = ROOT) -> list[str]:
     """The names of the scripts that have their own estimator block."""
-    sources = {name: path.read_text() for name, path in paths(root).items()}
-    return [
-        name for name, text in sources.items() if f"\n{MARKER}" in text and not VARIANT.search(text, 0, TOP)
-    ]
+    found = {name for name, path in paths(root).items() if "\n    # --- estimator: begin" in path.read_text()}
+    return sorted(found - {*variants(root)})
 
 
 def variants(root: Path = ROOT) -> dict[str, str]:
     """The parent of each variant, by name."""
-    found = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    found = {name: VARIANT.match(path.read_text()) for name, path in paths(root).items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
     """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
-    markers = {name: VARIANT.search(path.read_text(), 0, TOP) for name, path in paths(root).items()}
+    markers = {name: VARIANT.match(path.read_text()) for name, path in paths(root).items()}
     return {name.rpartition("_")[2]: name for name, marker in markers.items() if marker and not marker[2]}
 
 
 def features_of(name: str, root: Path = ROOT) -> list[str]:
     """The features that a script has."""
-    marker = VARIANT.search(paths(root)[name].read_text(), 0, TOP)
+    marker = VARIANT.match(paths(root)[name].read_text())
     if marker and marker[2]:
         return marker[2].split(", ")
     return [feature for feature, variant in features(root).items() if variant == name]
-
-
-def estimator_of(name: str, root: Path = ROOT) -> str:
-    """The script whose estimator block a script has: its own, its parent's, or that of such a feature."""
-    changed = [features(root)[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
-    return changed[0] if changed else variants(root).get(name, name)
 
 
 def skeleton(source: str) -> str:
@@ -134,11 +128,12 @@ def functions(source: str) -> dict[str, str]:
 def sync(root: Path = ROOT) -> int:
     """Carry an edit of grpo.py, or of requirements.txt, into the other scripts. Returns the exit code."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
-    scripts, parents = policy_scripts(root), variants(root)
+    scripts, parents, known = policy_scripts(root), variants(root), features(root)
     copies = [name for name in scripts if name != "grpo" and name not in INSERTS]
     # The skeleton of the last sync is the one that most copies have.
     [(before, _)] = Counter(skeleton(sources[name]) for name in copies).most_common(1)
     after = skeleton(sources["grpo"])
+    blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
     merged, conflicts = {}, []
     for name in [*scripts, *parents]:
         mine = skeleton(sources[name])
@@ -146,9 +141,16 @@ def sync(root: Path = ROOT) -> int:
         if not is_clean or (name in copies and bare != after):  # an edit made in a copy is not overwritten
             conflicts.append(name)
             continue
-        docstring, _ = OWN.findall(sources[name])
-        _, block = OWN.findall(sources[estimator_of(name, root)])
-        merged[name] = bare.replace("# own", docstring, 1).replace("# own", block, 1)
+        docstring, own = OWN.findall(sources[name])
+        # The block is its own, its parent's, or that of such a feature.
+        changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+        parent = changed[0] if changed else parents.get(name, name)
+        if own != blocks[parent] and [*blocks.values()].count(own) == 1:  # an edit, or an old copy
+            command = ["git", "log", "-1", "--format=%h", f"-S{own}", "--", paths(root)[parent]]
+            log = subprocess.run(command, cwd=root, capture_output=True, text=True)
+            if log.returncode == 0 and not log.stdout:
+                conflicts.append(name)
+        merged[name] = bare.replace("# own", docstring, 1).replace("# own", blocks[parent], 1)
     old, new = functions(before), functions(after)
     for name in STAGES:
         merged[name] = sources[name]
@@ -161,9 +163,9 @@ def sync(root: Path = ROOT) -> int:
         print("nothing written")
         return 1
     requirements = (root / "requirements.txt").read_text()
-    for name, source in sources.items():
+    for name in merged:
         text = pin(merged[name], requirements)
-        if text != source:
+        if text != sources[name]:
             paths(root)[name].write_text(text)
             print(f"{name}.py: updated")
     return 0
@@ -181,11 +183,8 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
-
-    def bare(name):
-        return HEADER.sub("", skeleton(sources[name]))
-
-    text = bare(name)
+    bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
+    text = bare[name]
     for feature in chosen:
         for other in (script, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
@@ -194,7 +193,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         variant, parent = known[feature], parents[known[feature]]
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
-        text, is_clean = merge(text, bare(parent), bare(variant))
+        text, is_clean = merge(text, bare[parent], bare[variant])
         if not is_clean:
             conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
@@ -241,8 +240,8 @@ def apply(source: str, diff: str, name: str = "") -> str:
 def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with patches. A ValueError says why there is none."""
     known = patches(root)
-    if name not in paths(root) or {*chosen} - {*known}:
-        raise ValueError(f"use a script as SCRIPT, and a PATCH of {', '.join(known)}")
+    if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
+        raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
     for pair in product(features_of(name, root), chosen):
         if pair in REFUSED:
             raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
@@ -270,10 +269,8 @@ def print_scripts(folder: str) -> None:
     for name in names or [*STAGES, *CORE]:
         path = paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
-        page = f"methods.md#{name}"
-        if name in STAGES:
-            page = f"stages.md#{name}"
-        elif folder == "variants":
+        page = f"{'stages' if name in STAGES else 'methods'}.md#{name}"
+        if folder == "variants":
             page = f"variants.md#{features_of(name)[0]}"
         print(f"| [`{name}.py`]({path.relative_to(ROOT)}) | {title} ([more](docs/{page})) |")
     print()
@@ -283,12 +280,8 @@ def print_diff(a: str, b: str, function: str) -> None:
     """Print how a function differs between two scripts, as Markdown. README.md and the site show it."""
     old, new = (functions(paths()[name].read_text())[function].splitlines() for name in (a, b))
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
-    print(
-        "\n```diff",
-        *(line.rstrip() for line in lines if not line.startswith(("@@", " @"))),
-        "```\n",
-        sep="\n",
-    )
+    lines = [line.rstrip() for line in lines if line[:2] not in ("@@", " @")]
+    print("\n```diff", *lines, "```\n", sep="\n")
 
 
 def print_patches() -> None:
@@ -314,8 +307,7 @@ def diff(a: str, b: str, root: Path = ROOT) -> int:
     if {a, b} - {*found}:
         print(f"error: A={a} B={b}: use two of {', '.join(found)}")
         return 2
-    files = [found[name].relative_to(root) for name in (a, b)]
-    subprocess.run(["git", "diff", "--no-index", "--", *files], cwd=root)
+    subprocess.run(["git", "diff", "--no-index", *(found[x].relative_to(root) for x in (a, b))], cwd=root)
     return 0
 
 
