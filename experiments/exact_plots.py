@@ -40,9 +40,7 @@ def draw_weights():
     axes[1].text(0.1, 6, r"dotted, $k\to\infty$: climbs $\arcsin\sqrt{p}$")
     axes[2].plot(P, [0.5 / p for p in P], color=BLACK, ls=":")
     axes[2].text(0.3, 6, r"dotted, $k\to\infty$: climbs $\log\,p$")
-    for axis, title, left in zip(
-        axes, ("Three families, k = 8", "grpo", "maxrl and raft"), (0, -0.25, -0.25)
-    ):
+    for axis, title, left in zip(axes, ("Three families, k = 8", "grpo", "maxrl, raft"), (0, -0.25, -0.25)):
         axis.set(title=title, xlabel="pass rate p", xlim=(left, 1), xticks=(0, 0.5, 1))
         axis.set_yscale("log", base=2)
         axis.set_ylim(0.3, 12)

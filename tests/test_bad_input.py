@@ -64,6 +64,7 @@ CASES = {
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),
     "chat without template": ("--dataset {bad}/chat.jsonl", "--model with a chat template", "'3 ?'"),
     "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", "`answer`", "integer"),
+    "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: use >= 2"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
@@ -95,24 +96,9 @@ def test_no_code_of_a_model_runs(tmp_path):
 
 
 def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "grpo.py",
-        "--num_iterations",
-        "1",
-        "--batch_size",
-        "16",
-        "--device",
-        "cpu",
-    ]
-    command += ["--run_dir", tmp_path / "run", "--dataset", bad / "good.jsonl"]
-    ended = subprocess.run([*command, "--reward", f"{bad}/reward.py:leaves"], capture_output=True, text=True)
+    command = f"{sys.executable} grpo.py --run_dir {tmp_path}/run --reward {bad}/reward.py:leaves".split()
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and "called sys.exit" in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("script", ["grpo", "rloo", "reinforce_pp_baseline"])
-def test_a_group_needs_two_where_it_is_compared_with_itself(script, capsys):
-    assert "--samples_per_prompt 1: use >= 2" in refused(capsys, run, script, samples_per_prompt=1)
 
 
 def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):

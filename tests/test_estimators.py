@@ -24,9 +24,10 @@ def make_args(name: str, **flags):
     return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
 
 
-def ks_of(name: str) -> list[int]:
+def ks_of(name: str) -> range:
     """Group sizes to test a script with."""
-    return [k for k in range(2, 9) if k >= MODULES[name].Args.min_samples_per_prompt]
+    least = max(2, MODULES[name].Args.min_samples_per_prompt)
+    return range(least, least + 7)
 
 
 @each_script

@@ -16,7 +16,7 @@ def test_grpo_of_two_responses_is_rloo_up_to_a_factor_and_the_length():
     torch.testing.assert_close(grpo * 2**0.5 * lengths[:, None], rloo, atol=0, rtol=1e-3)
 
 
-def test_the_noise_of_a_baseline_is_a_variance_of_the_scores():
+def test_the_mean_squared_advantage_is_a_variance_of_the_scores():
     """Of the group's, k / (k - 1) times that within a prompt; of the batch's, that of all scores."""
     torch.testing.assert_close(8 * moments("rloo", 8)[1], RATES * (1 - RATES) * 8 / 7)
     scores = torch.tensor([1.0, 0, 0, 1, 0], **float64)

@@ -28,14 +28,15 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text()
 def flags_of(name: str, folder) -> dict:
     """The policy moves far, and each gradient is clipped. A rollout is two steps."""
     script = importlib.import_module(name)
-    flags = {"batch_size": 16, "micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
+    flags = {"micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
     flags |= {"max_grad_norm": 0.05, "eval_every": 2, "eval_dataset": folder / f"{name}_heldout.jsonl"}
     rewards = "two_rewards" if name == "gdpo" else "right_or_wrong"
     flags |= {"reward": f"{driver.__file__}:{rewards}", "eval_reward": f"{driver.__file__}:reward"}
     if name not in references.FOR_0_AND_1:
         flags |= {"reward_scale": 2.0, "missing_eos_penalty": 0.5}
-    k = 4 if script.Args.min_samples_per_prompt > 1 else 1
-    return flags | {"samples_per_prompt": k, "max_response_length": 16, "num_iterations": 2}
+    k = max(4, least) if (least := script.Args.min_samples_per_prompt) > 1 else 1
+    flags |= {"samples_per_prompt": k, "batch_size": 4 * max(4, k)}
+    return flags | {"max_response_length": 16, "num_iterations": 2}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])

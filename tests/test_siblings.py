@@ -29,8 +29,9 @@ def test_the_skeletons_are_the_same(name):
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_script_stands_alone(path):
-    """It imports nothing from here, and its inline metadata pins what requirements.txt pins."""
+    """It imports nothing from here, its inline metadata pins what requirements.txt pins, its lines end at 110."""
     source = path.read_text()
+    assert max(map(len, source.splitlines())) <= 110
     imported = re.findall(r"^\s*(?:from|import) (\.|\w+)", source, re.MULTILINE)
     assert "torch" in imported and not {".", *PATHS, *(path.stem for path in ROOT.iterdir())} & set(imported)
     metadata = re.search(r"\A# /// script\n(.*?)^# ///$", source, re.MULTILINE | re.DOTALL)[1]

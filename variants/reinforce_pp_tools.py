@@ -291,19 +291,20 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
 
-    # The policy reads the tool's tokens, and does not learn them.
-    old_logprobs[from_tool] = 0
-    entropy[from_tool] = 0
-
-    return {
+    rollout = {
         "sequences": sequences,
         "attention_mask": attention_mask,
-        "response_mask": attention_mask[:, P:].bool() & ~from_tool,
+        "response_mask": attention_mask[:, P:].bool(),
         "old_logprobs": old_logprobs,
         "entropy": entropy,
         "truncated": torch.isin(all_rows, active),  # still without an EOS
         "num_calls": num_calls,
     }
+    # The policy reads the tool's tokens, and does not learn them: each (B, T) tensor is 0 there.
+    for x in rollout.values():
+        if x.shape == from_tool.shape:
+            x[from_tool] = 0
+    return rollout
 
 
 def token_logprobs(args, model, batch):

@@ -195,6 +195,8 @@ const shown = (x = 0) => digits(x).replace("-", "−");
 /** A new run with the settings of the page. The one before it stays in grey. */
 function begin() {
   if (run?.log.length > 5) before = run;
+  // Not one of its options, or not one of its numbers
+  for (const x of controls) if (!x.value || !x.checkValidity()) x.value = x.dataset.start;
   const settings = Object.fromEntries(controls.map(({ name, value }) => [name, isNaN(value) ? value : Number(value)]));
   const bug = control("bug").selectedOptions[0].dataset.is ?? settings.bug; // of a mystery
   run = newRun({ ...settings, bug });
@@ -209,10 +211,7 @@ function begin() {
 /** The settings of the address; the page's own where it has none. */
 function load() {
   const wanted = new URLSearchParams(location.hash.slice(1));
-  for (const element of controls) {
-    element.value = wanted.get(element.name) ?? element.dataset.start;
-    if (!element.value) element.value = element.dataset.start; // not one of its options
-  }
+  for (const element of controls) element.value = wanted.get(element.name) ?? element.dataset.start;
   begin();
   for (let n = Math.min(wanted.get("run") ?? 0, 500); n > 0; n--) both(iterate);
   draw();
@@ -308,19 +307,23 @@ function draw() {
     $("verdict").textContent = `The bug: ${name}. ${ends} ${same}`;
   }
   $("run").textContent = waiting ? "Pause" : "Run";
+  if (waiting) return; // browsers limit how often an address may change
   const changed = controls.filter(({ value, dataset }) => value != dataset.start);
-  history.replaceState(null, "", `#${changed.map(({ name, value }) => `${name}=${value}`).join("&")}`);
+  const parts = changed.map(({ name, value }) => `${name}=${value}`);
+  if (run.log.length > 1) parts.push(`run=${run.log.length - 1}`);
+  history.replaceState(null, "", `#${parts.join("&")}`);
 }
 
 /** Does another seed tell the same story? */
 async function trySeeds() {
-  const ends = [];
+  const [ends, { settings }] = [[], run];
   for (let seed = 1; seed <= 20; seed++) {
-    const other = newRun({ ...run.settings, seed });
+    const other = newRun({ ...settings, seed });
     for (let n = 0; n < 100; n++) iterate(other);
     ends.push(other.log.at(-1));
     say(`Seed ${seed} of 20 …`);
     await new Promise((done) => setTimeout(done));
+    if (run.settings != settings) return; // others were chosen
   }
   const [think, lucky] = ["think", "lucky"].map((key) => ends.filter((end) => end[key] > 0.5).length);
   const all = ends.map(({ accuracy }) => accuracy);
