@@ -172,6 +172,7 @@ def test_an_address_trains_as_a_lesson_says(address, visit):
     """P(think) after 100 rollouts."""
     page = visit(f"train.html#{address}&run=100")
     assert page.evaluate("run.log[100].think") == pytest.approx(ENDS[address], abs=0.03)
+    assert page.url.endswith("run=100")
 
 
 def test_buttons_keys_and_the_links_of_lessons(visit):
