@@ -84,5 +84,5 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     _, make_data, evaluate = commands_in(section)[:3]
     launch(*make_data[1:], cwd=tmp_path)
     launch(*evaluate[1:], "--num_iterations", 1, cwd=tmp_path)  # the last of two counts
-    first, last = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")
+    first, last = read_jsonl(tmp_path / "runs" / "before" / "metrics.jsonl")
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
