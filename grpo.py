@@ -88,13 +88,13 @@ class Args:  # the comment behind a flag is its --help text
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # factor of the score, after the penalty; a division by a std cancels it
+    reward_scale: float = 1.0  # factor of the score, after the penalty; a std of the scores cancels it
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
-    reward_clip: float = math.inf  # c: finally clip scores to [-c, c]; inf: not clipped
+    reward_clip: float = math.inf  # c > 0: finally clip scores to [-c, c]; inf: not clipped
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
-    learning_rate: float = 2e-4  # peak of AdamW's; 2e-4 is for the toy, a real model needs about 1e-6
+    learning_rate: float = 2e-4  # AdamW's at most; 2e-4 is for the toy, a real model needs about 1e-6
     warmup_iterations: int = 0  # the learning rate first rises linearly over so many
     anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped

@@ -92,9 +92,9 @@ class Args:  # the comment behind a flag is its --help text
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # factor of the score, after the penalty; a division by a std cancels it
+    reward_scale: float = 1.0  # factor of the score, after the penalty; a std of the scores cancels it
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
-    reward_clip: float = math.inf  # c: finally clip scores to [-c, c]; inf: not clipped
+    reward_clip: float = math.inf  # c > 0: finally clip scores to [-c, c]; inf: not clipped
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
     micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
