@@ -266,7 +266,7 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
     remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
-    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use more than 0")
+    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
     if args.dataset == Args.dataset:

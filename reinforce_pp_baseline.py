@@ -303,8 +303,8 @@ def process_scores(args, scores, truncated):
     """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
     scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
     if args.reward_zscore:
-        scores = scores - mean(scores)
-        scores = scores / max(math.sqrt(mean(scores.square())), 1e-4)  # their std
+        scores -= mean(scores)
+        scores /= max(math.sqrt(mean(scores.square())), 1e-4)  # their std
     return scores.clamp(-args.reward_clip, args.reward_clip)
 
 
@@ -455,7 +455,8 @@ def check_args(args):
     check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use >= {args.min_samples_per_prompt}")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: use a multiple of {unit}")
-    check(min(args.temperature, args.max_grad_norm) > 0, "--temperature, --max_grad_norm: use more than 0")
+    check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
+    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
     if args.dataset == Args.dataset:
         args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
 

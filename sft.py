@@ -226,7 +226,8 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded."""
     remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
     check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
-    check(min(args.max_grad_norm, args.micro_batch_size) > 0, "--max_grad_norm, --micro_batch_size: use > 0")
+    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
+    check(args.micro_batch_size > 0, f"--micro_batch_size {args.micro_batch_size}: use 1 or more")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 

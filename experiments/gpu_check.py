@@ -2,7 +2,7 @@
 
     python experiments/gpu_check.py                                     all but `ranks`; or --only attention toy
     python experiments/gpu_check.py --small --json runs/small.json      tiny models, also on a CPU: tests this file
-    torchrun --nproc-per-node 2 experiments/gpu_check.py --only ranks --json runs/ranks.json   on two GPUs
+    torchrun --nproc-per-node 2 experiments/gpu_check.py --only ranks --json runs/ranks.json            on two GPUs
 
 Models have random weights and the sizes of Qwen2.5. Limits of memory are those of experiments/memory.py; those of time
 are estimates, since no GPU has run this yet. Attach runs/gpu_check.json to an issue, whatever it says.

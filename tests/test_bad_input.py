@@ -54,8 +54,8 @@ def bad(tmp_path_factory):
 CASES = {
     "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
     "bfloat16 on mps": ("--device mps:0 --dtype bfloat16", "on mps use --dtype float32"),
-    "temperature": ("--temperature 0", "--temperature", "more than 0"),
-    "gradient turned around": ("--max_grad_norm -1", "--max_grad_norm", "more than 0"),
+    "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
+    "gradient turned around": ("--max_grad_norm -1", "--max_grad_norm -1.0: use inf"),
     "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
     "weights missing": ("--model {bad}/body_only", "lm_head.weight", "policy as --model"),
     "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),

@@ -103,7 +103,7 @@ def test_sync_names_a_conflict_and_writes_nothing(folder, capsys):
 def test_an_algorithm_has_its_three_files(name):
     """The script, plain loops in references.py, a row and a section in docs/methods.md."""
     title = SCRIPTS[name].partition('"""')[2].partition("\n")[0]
-    assert name == "grpo" or title not in SCRIPTS["grpo"], f"{name}.py: write a docstring of its own"
+    assert name == "grpo" or title not in SCRIPTS["grpo"], f"{name}.py: it needs its own docstring"
     for function in (f"{name}_advantages", f"{name}_loss"):
         assert hasattr(references, function), f"tests/references.py: add {function}, as plain loops"
     methods = (ROOT / "docs" / "methods.md").read_text()
@@ -114,7 +114,7 @@ def test_an_algorithm_has_its_three_files(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_has_its_parents_estimator(name):
-    """To the byte, or but for so many lines."""
+    """The block is identical, or differs by the number of lines in ESTIMATOR_LINES."""
     blocks = [sync.OWN.findall(SCRIPTS[script])[1].splitlines() for script in (name, VARIANTS[name])]
     changed = [line for line in difflib.ndiff(*blocks) if line[0] in "+-"]
     assert len(changed) == sum(sync.ESTIMATOR_LINES.get(feature, 0) for feature in sync.features_of(name))
