@@ -179,7 +179,9 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
             if tensor.dim() == 1:  # (B,)
                 rollout[name] = torch.stack(responses)
             else:  # (B, P+T) or (B, T); only P may differ, so only prompts are padded, on the left
-                rollout[name] = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_side="left")
+                rollout[name] = torch.nn.utils.rnn.pad_sequence(
+                    responses, batch_first=True, padding_side="left"
+                )
 
     useful = is_useful(args, rollout)
     count = total(torch.ones_like(rollout["raw_scores"]))

@@ -182,6 +182,8 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
+    if start >= args.num_iterations:  # complete, but a kill may have come between checkpoint and model
+        save_model(run_dir, policy, tokenizer)
     if eval_dataset and start == 0:
         metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, 0, args.num_iterations, metrics)
@@ -220,12 +222,12 @@ def main(args):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, iteration, args.num_iterations, metrics)
         if args.log_every and iteration % args.log_every == 0:
-            log_samples(args, run_dir, iteration, tokenizer, rows, rollout)
+            log_samples(run_dir, iteration, tokenizer, rows, rollout)
 
-        # 7. Save the model, a folder that from_pretrained opens, and the checkpoint, from which a run resumes
+        # 7. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
         if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_model(run_dir, policy, tokenizer)
             save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, policy, tokenizer)
 
     say_result(run_dir, "score", f"--num_iterations {2 * args.num_iterations}")
     if dist.is_initialized():
@@ -256,8 +258,8 @@ def update(args, state, rollout, lr_factor):
                 if is_first_step:
                     difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
             if not optimizer.state:  # before the first step: a model that looks ahead would train on noise
-                problem = f"sampling and training differ by {total(difference):.2g} nats a token (limit 0.3)"
-                check(total(difference) < 0.3, f"--model {args.model}: {problem}; use a causal decoder")
+                gap = f"sampling and training differ by {total(difference):.2g} nats a token (limit 0.3)"
+                check(total(difference) < 0.3, f"--model {args.model}: {gap}. Use a causal decoder.")
             grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
     return {
         "logprob_difference": total(difference),
@@ -436,8 +438,8 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    cause = f"lower --learning_rate ({args.learning_rate}), or the scores"
-    check(norm.isfinite(), f"the gradient is not finite, so the weights stay as they are; {cause}")
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
@@ -505,11 +507,14 @@ def check(condition, message):
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
-    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}; torchrun sets both")
+    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
     is_usable = args.device == "cpu" or torch.accelerator.is_available()
-    check(is_usable, f"--device {args.device}: PyTorch {torch.__version__} cannot use one here; use cpu")
+    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32")
+    check(
+        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
+    )
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # No bars and reports about weights; load_model checks what the reports say.
@@ -527,15 +532,19 @@ def check_args(args):
     """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
     k = args.samples_per_prompt
     least = args.min_samples_per_prompt
-    check(k >= least, f"--samples_per_prompt {k}: use {least} or more, because the method compares responses")
+    reason = f"this method compares the responses to one prompt, so it needs {least} or more"
+    check(k >= least, f"--samples_per_prompt {k}: {reason}. For one response per prompt, use reinforce.py.")
     names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
-        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: use more than 0")
+        hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
     for name in ("learning_rate", "eval_samples"):
-        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: use 0 or more")
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
+    size = args.batch_size
     parts = f"{k} samples per prompt, {args.num_minibatches} minibatches, {WORLD_SIZE} ranks"
-    check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: use a multiple of {unit} ({parts})")
+    remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
+    check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
     for name, value in vars(args).items():
         is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
         if is_toys and args.model != Args.model:
@@ -552,17 +561,20 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:
+        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
+        missing += "Start scripts from the top folder of the repository. "
         reason = " ".join(str(error).split())
-        check(False, f"{flag}: no such model in {os.getcwd()} or on the Hub, or broken; {reason:.250}")
+        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
-    missing = ", ".join(info["missing_keys"])
-    check(missing != "score.weight", f"{flag}: is no reward model (no score head); see reward_model.py")
-    check(not missing, f"{flag}: its files lack the weights {missing:.200}; save the whole model")
-    check("score.weight" not in info["unexpected_keys"], f"{flag}: is a reward model; use it as --reward")
-    check(not hasattr(model, "peft_config"), f"{flag}: is an adapter; merge it into its model and save that")
-    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token; set one and save it")
+    lacking = ", ".join(info["missing_keys"])
+    remedy = "is a language model without a score head. Train one with reward_model.py."
+    check(lacking != "score.weight", f"{flag} {remedy}")
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    check(has_cache, f"{flag}: has no key-value cache; use another model")
+    check(has_cache, f"{flag}: has no key-value cache, which sampling needs. Use another model.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -602,51 +614,62 @@ def with_demonstration(args, prompt, demonstration):
     return [*others, last | {"content": with_demonstration(args, last["content"], demonstration)}]
 
 
-def read_rows(name, split):
+def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
     if not name.endswith(".jsonl"):
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
         return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
-    check(Path(name).exists(), f"--dataset {name}: there is no such file in {os.getcwd()}")
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
     for number, line in enumerate(open(name, "rb"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            check(False, f"--dataset {name}, line {number}: is not JSON in UTF-8 ({error}): {line[:80]!r}")
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
     return rows
 
 
 def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     """Return the rows of a dataset, with the token ids of each prompt as prompt_ids, without long prompts."""
-    rows = read_rows(name, split)
+    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
+    rows = read_rows(flag, name, split)
     reward = (split == "test" and args.eval_reward) or args.reward
     for number, row in enumerate(rows):
-        where = f"--dataset {name}, row {number}"
-        has_prompt = isinstance(row, dict) and row.get("prompt")
-        check(has_prompt, f"{where}: needs a column `prompt` that is not empty; the row is {row!s:.80}")
+        where = f"{flag}, row {number}"
+        has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
+        check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
         is_text = isinstance(row["prompt"], str)
-        check(is_text or tokenizer.chat_template, f"{where}: is a chat, but --model has no chat template")
-        contents = [] if is_text else [message.get("content") for message in row["prompt"]]
-        check(all(isinstance(x, str) for x in contents), f"{where}: each message needs `content`, a text")
+        remedy = "Use an Instruct model, or plain strings as prompts."
+        check(
+            is_text or tokenizer.chat_template, f"{where}: is a chat, but --model has no template. {remedy}"
+        )
+        for x in [] if is_text else row["prompt"]:
+            is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+            check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
         has_answer = isinstance(row.get("answer"), str | int) or reward != "exact_answer"
-        check(has_answer, f"{where}: --reward exact_answer needs `answer`, a text or integer: {row!s:.80}")
+        reason = '--reward exact_answer needs a column "answer", a string or an integer'
+        check(has_answer, f"{where}: {reason}, or write your own reward. The row is {row!s:.100}")
         options = row.get("chat_template_kwargs") or {}
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+    lengths = sorted(len(row["prompt_ids"]) for row in rows)
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
-    fit = f"{name}: {len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
-    say(f"  {'prompts' if split == 'train' else 'held out':12}{fit}")
-    check(kept, f"--dataset {fit}; raise --max_prompt_length")
-    check(len(kept) >= min_rows, f"--dataset {fit}, but a rollout needs {min_rows}; lower --batch_size")
-    longest = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
-    check_positions(f"--max_response_length {args.max_response_length}: with a prompt", policy, longest)
+    fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
+    say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
+    check(kept, f"{flag}: {fit} (the shortest has {lengths[:1]}). Raise --max_prompt_length.")
+    remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
+    longest = max(len(row["prompt_ids"]) for row in kept)
+    what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
+    check_positions(what, policy, longest + args.max_response_length)
     return kept
 
 
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
-    check(num_tokens <= limit, f"{what} there are {num_tokens} tokens, but the model has {limit} positions")
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
 
 
 def choose_rows(args, dataset, num_prompts, iteration):
@@ -671,12 +694,15 @@ def load_reward(args, name):
     if ".py:" in name:
         return load_function(name)
     model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
-    check(model.config.num_labels == 1, f"--reward {name}: has several outputs; use a model with one score")
+    check(model.config.num_labels == 1, f"--reward {name}: has several outputs. Use a model with one score.")
 
     def text_ids(prompt, completion, is_truncated):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
         is_text = isinstance(prompt, str)
-        check(is_text or tokenizer.chat_template, f"--reward {name}: has no chat template for these chats")
+        check(
+            is_text or tokenizer.chat_template,
+            f"--reward {name}: has no template for prompts that are chats.",
+        )
         ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
         return ids if is_truncated or ids[-len(end) :] == end else ids + end
@@ -701,14 +727,16 @@ def load_function(name):
     """Return the function of file.py:function. Its file becomes a module, as process pools need it."""
     file, _, function = name.rpartition(":")
     path = Path(file).resolve()
-    check(path.exists(), f"--reward {name}: there is no file {path}")
+    check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
     sys.path.append(str(path.parent))  # for its neighbors
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     names = ", ".join(x for x in vars(module) if not x.startswith("_"))
-    check(hasattr(module, function), f"--reward {name}: the file defines no {function}, but {names}")
+    check(
+        hasattr(module, function), f"--reward {name}: the file defines no function {function}, but {names}."
+    )
     return getattr(module, function)
 
 
@@ -730,14 +758,16 @@ def score(reward, tokenizer, rows, rollout):
         )
     except SystemExit as end:  # it would end the run with exit code 0, as if it were complete
         raise RuntimeError("the reward called sys.exit; return scores, or raise an exception") from end
-    what = f"--reward or --eval_reward: {getattr(reward, '__name__', reward)} returned"
+    what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
+    remedy = f"Return one number for each of the {len(rows)} completions."
     try:
         scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
     except (TypeError, ValueError, RuntimeError):
-        check(False, f"{what} {result!r:.100}; return a list of {len(rows)} numbers")
+        check(False, f"{what} {result!r:.100}. {remedy}")
     is_right = scores.shape == rollout["truncated"].shape
-    check(is_right, f"{what} scores of shape {[*scores.shape]}; return {len(rows)} numbers, one a completion")
-    check(scores.isfinite().all(), f"{what} a score that is not finite: {scores.tolist()!s:.100}")
+    check(is_right, f"{what} scores of shape {[*scores.shape]} for {len(rows)} completions. {remedy}")
+    first = scores.isfinite().int().argmin()
+    check(scores.isfinite().all(), f"{what} {scores[first]} for completion {first}. {remedy}")
     return scores
 
 
@@ -756,9 +786,9 @@ def evaluate(args, policy, tokenizer, reward, dataset):
         scores[first : first + size] = score(reward, tokenizer, rows, rollout)
     groups = defaultdict(list)
     for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
-        groups[f"eval/score/{row.get('group') or 'all'}"] += row_scores
+        groups[f"eval/score/{row.get('group', 'all')}"] += row_scores
         if n > 1:
-            groups[f"eval/pass@{n}/{row.get('group') or 'all'}"].append(max(row_scores))
+            groups[f"eval/pass@{n}/{row.get('group', 'all')}"].append(max(row_scores))
     return {name: sum(x) / len(x) for name, x in groups.items()}
 
 
@@ -777,13 +807,13 @@ def open_run(args, state, dataset):
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
-    check(is_same, "the ranks differ in flags, rows, checkpoint or weights; start all with the same")
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
         open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
         try:
             open_run.lock.acquire(blocking=False)  # makes the folder
         except filelock.Timeout:
-            check(False, f"--run_dir {run_dir}: another process trains in it; wait, or use another folder")
+            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
         script = f"{run_dir}/{name}.py"
@@ -807,19 +837,24 @@ def check_folder(run_dir, flags):
     path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
     if not path.exists():
         found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
-        check(not found, f"--run_dir {run_dir}: is not empty, and no run (no args.json); use a new folder")
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
         return
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
     free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations"}
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-    changed = [name for name in flags if flags[name] != old.get(name)]
-    for name in sorted(changed, key=free.__contains__):
-        what = f"{name} {old.get(name)} (now {flags[name]})"
-        check(name in free, f"--run_dir {run_dir}: is a run of other flags, {what}; use a new folder")
-        is_rate = name == "num_iterations" and flags["anneal_lr"]
-        say(f"  changed     {what}{'; the learning rate jumps to the new decay' if is_rate else ''}")
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        jump = (
+            "; the learning rate jumps to its new decay"
+            if name == "num_iterations" and flags["anneal_lr"]
+            else ""
+        )
+        say(f"  changed     {text}{jump}")
 
 
 @contextmanager
@@ -880,11 +915,11 @@ def log(args, run_dir, iteration, num_iterations, metrics):
         wandb.log(metrics, step=iteration)
 
 
-def log_samples(args, run_dir, iteration, tokenizer, rows, rollout):
-    """Print and log the first response to each of three prompts, with its score."""
-    k = args.samples_per_prompt
-    responses = tokenizer.batch_decode(response_ids(rollout)[::k][:3])
-    for row, response, raw_score in zip(rows[::k], responses, rollout["raw_scores"][::k].tolist()):
+def log_samples(run_dir, iteration, tokenizer, rows, rollout):
+    """Print and log three responses with their scores."""
+    step = max(1, len(rows) // 3)  # of three prompts, if there are so many
+    responses = tokenizer.batch_decode(response_ids(rollout)[::step][:3])
+    for row, response, raw_score in zip(rows[::step], responses, rollout["raw_scores"][::step].tolist()):
         prompt = row["prompt"]
         text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
         say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
