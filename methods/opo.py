@@ -530,7 +530,7 @@ def check_args(args):
 
 def load_model(args, name, auto_class):
     """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
-    flag = f"--{' --'.join(x for x, value in vars(args).items() if value == name)} {name}"
+    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -551,6 +551,7 @@ def load_model(args, name, auto_class):
     check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    has_cache &= model.config.model_type != "recurrent_gemma"  # whose state is not in the cache
     check(has_cache, f"{flag}: has no key-value cache, which sampling needs. Use another model.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
@@ -606,23 +607,21 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
         check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
         is_text = isinstance(row["prompt"], str)
-        remedy = "Use an Instruct model, or plain strings as prompts."
-        check(
-            is_text or tokenizer.chat_template, f"{where}: is a chat, but --model has no template. {remedy}"
-        )
         for x in [] if is_text else row["prompt"]:
             is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
             check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+        remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+        check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
         has_answer = isinstance(row.get("answer"), str | int) or reward != "exact_answer"
         reason = '--reward exact_answer needs a column "answer", a string or an integer'
         check(has_answer, f"{where}: {reason}, or write your own reward. The row is {row!s:.100}")
         options = row.get("chat_template_kwargs") or {}
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
-    lengths = sorted(len(row["prompt_ids"]) for row in rows)
+    lengths = [len(row["prompt_ids"]) for row in rows]
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
     say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
-    check(kept, f"{flag}: {fit} (the shortest has {lengths[:1]}). Raise --max_prompt_length.")
+    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). Raise --max_prompt_length.")
     remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
     longest = max(len(row["prompt_ids"]) for row in kept)
@@ -665,10 +664,7 @@ def load_reward(args, name):
     def text_ids(prompt, completion, is_truncated):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
         is_text = isinstance(prompt, str)
-        check(
-            is_text or tokenizer.chat_template,
-            f"--reward {name}: has no template for prompts that are chats.",
-        )
+        check(is_text or tokenizer.chat_template, f"--reward {name}: has no template for these chats.")
         ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
         return ids if is_truncated or ids[-len(end) :] == end else ids + end
@@ -762,7 +758,7 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name}
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -808,7 +804,7 @@ def check_folder(run_dir, flags):
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations", "rows"}
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
