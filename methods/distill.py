@@ -183,6 +183,9 @@ def main(args):
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
+        # The teacher must have as many positions as the policy.
+        check_positions(f"--teacher {args.teacher}:", reference, rollout["sequences"].shape[1])
+
         # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
         rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)  # (B, T)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]

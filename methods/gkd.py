@@ -178,6 +178,8 @@ def main(args):
     # The teacher is frozen, and rates the student's responses in `update`.
     teacher, its_tokenizer = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
     check(its_tokenizer.get_vocab() == tokenizer.get_vocab(), "--teacher: use one with the tokens of --model")
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy)]
+    check(sizes[0] == sizes[1], f"--teacher has {sizes[0]} outputs, --model {sizes[1]}. Resize one of them.")
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
@@ -261,6 +263,7 @@ def update(args, state, rollout, lr_factor):
                 logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
                 # The divergence compares all tokens of student and teacher.
                 batch["all_logprobs"] = all_logprobs
+                check_positions(f"--teacher {args.teacher}:", state["teacher"], batch["sequences"].shape[1])
                 with torch.no_grad(), autocast(args):
                     batch["teacher_all_logprobs"] = response_distribution(args, state["teacher"], batch)
                 loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)

@@ -153,6 +153,7 @@ def teach(args, policy, tokenizer, rows, rollout):
         id_lists.append(token_ids(tokenizer, with_demonstration(args, row["prompt"], demonstration)))
     prompt_ids, prompt_mask = left_pad(id_lists, policy.device)
     T = args.max_response_length
+    check_positions("--template: with a demonstration", policy, prompt_ids.shape[1] + T)
     sequences = torch.cat([prompt_ids, rollout["sequences"][:, -T:]], dim=1)
     mask = torch.cat([prompt_mask, rollout["attention_mask"][:, -T:]], dim=1)
     logprobs = rollout_logprobs(args, policy, rollout | {"sequences": sequences, "attention_mask": mask})
