@@ -29,7 +29,7 @@ import dr_grpo
 import ppo
 
 SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
-# Script, flags and a bug of tools/planted.toml, by the name that the page uses
+# Script, flags and a bug of tests/planted.toml, by the name that the page uses
 RUNS = {
     "at the start": ("reinforce", {"num_iterations": 1, "batch_size": 1024, "learning_rate": 0}, ""),
     "score - mean": ("reinforce", SHORT, ""),
@@ -52,7 +52,7 @@ RUNS = {
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
 KEYS = ("score", "response_length", "kl")
-# Where a KL term stands, the script that has it, and a bug of tools/planted.toml
+# Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
 KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
 
@@ -98,7 +98,7 @@ def commands(*names: str) -> None:
     for script, flags, bug in map(RUNS.get, names):
         file = str(sync.paths()[script].relative_to(ROOT))
         command = " ".join(["python", file, *words_of(flags)])
-        lines += [f"python tools/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
+        lines += [f"python tests/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
     print("\n```", *lines, "```\n", sep="\n")
 
 
