@@ -83,7 +83,7 @@ def test_the_example_of_the_page(capsys):
 
 @pytest.mark.parametrize("result", [None, {}, 0.5, {"losses": 0.5}])
 def test_a_result_of_the_wrong_kind_is_refused_by_name(result):
-    with pytest.raises(ValueError, match="grpo: .*return a dict with any of advantages, loss, gradient"):
+    with pytest.raises(ValueError, match=r"grpo: .*return a dict with any of advantages, loss, gradient"):
         check.report("grpo", lambda case: result)
 
 
