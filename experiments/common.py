@@ -122,7 +122,7 @@ def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -
     with ThreadPoolExecutor(workers) as pool:
         for cell, row in zip(missing, pool.map(run, missing)):
             rows.append(row)
-            text = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=cell_of))
+            text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in sorted(rows, key=cell_of))
             (RESULTS / f"{name}.jsonl").write_text(text)
             print(*cell.values(), flush=True)
 

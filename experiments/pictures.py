@@ -87,7 +87,7 @@ def train() -> None:
         change = BUGS[bug].in_script(script).plant if bug else None
         given = {"num_iterations": 60, "eval_every": 0} | flags | {"seed": seed}
         lines = common.train(script, given, run_dir, change)
-        return {key: common.curve(lines, key, 3) for key in keys[bug, script, str(flags)]}
+        return {key: common.curve(lines, key, 2) for key in keys[bug, script, str(flags)]}
 
     common.run_all("curves", cells, measure)
 
