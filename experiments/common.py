@@ -25,10 +25,10 @@ from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy", "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests")]
 
 import sync  # noqa: E402
-from explain import print_table  # noqa: E402
+from explain import print_table  # noqa: E402 - it makes the scripts importable, too
 from plot import read_jsonl  # noqa: E402
 
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
