@@ -44,9 +44,10 @@ def load(name: str) -> list[dict]:
 
 @cache
 def provenance() -> dict:
-    """What makes the rows of this process. A commit that ends in -dirty had changes that were not committed."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    """What makes the rows of this process. A commit that ends in -dirty had code that was not committed."""
+    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":!experiments/results"], cwd=ROOT)
+    commit = head + "-dirty" * changes.returncode
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
     machine = f"{os.cpu_count()} cores, {found[1] if found else platform.machine()}"
