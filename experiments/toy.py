@@ -97,7 +97,7 @@ EXPERIMENTS["process"] = Experiment(
 
 # The share of optimizer steps whose gradient norm is above --max_grad_norm. The scripts log the mean norm.
 NORMS = '"grad_norm": float(sum(grad_norms)) / len(grad_norms),'
-CLIPPED = '"norm_clipped": mean((torch.stack(grad_norms) > args.max_grad_norm).float()) * WORLD_SIZE,'
+CLIPPED = '"norm_clipped": sum(float(x > args.max_grad_norm) for x in grad_norms) / len(grad_norms),'
 EXPERIMENTS["norms"] = Experiment(
     [(script, {}) for script in POLICY_SCRIPTS],
     seeds=1,
