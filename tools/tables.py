@@ -172,6 +172,7 @@ def costs(name: str, batch: int = 16) -> tuple:
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),  # progress bars
         patch.object(script, "generate", generate),
     ):
         run(name, num_iterations=1, batch_size=batch, run_dir=folder)
