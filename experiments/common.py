@@ -138,12 +138,6 @@ def demo() -> None:
     print("\n```", lines[first], *lines[last : last + 2], "```\n", sep="\n")
 
 
-def measured(name: str) -> None:
-    """Print a table that was measured once, from results/measured.txt."""
-    text = (RESULTS / "measured.txt").read_text()
-    print(re.search(rf"^# {name}\n(.*?)\s*(?=^# |\Z)", text, re.MULTILINE | re.DOTALL)[1] + "\n")
-
-
 def group_by(rows: list, key: Callable) -> dict:
     """The rows for which key gives the same value, by this value, in the order in which they first come."""
     groups = {}

@@ -30,6 +30,7 @@ class Experiment:
     line: Callable = label  # runs for which this gives the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
     drawn: str = ""  # the script whose curves a row keeps for experiments/pictures.py
+    change: Callable | None = None  # edits the source of a script
 
 
 def last(count: int, *keys: str) -> dict[str, Callable]:
@@ -92,12 +93,25 @@ EXPERIMENTS["process"] = Experiment(
     shared={"eval_reward": "exact_answer"},
 )
 
+# The share of optimizer steps whose gradient norm is above --max_grad_norm. The scripts log the mean norm.
+NORMS = '"grad_norm": float(sum(grad_norms)) / len(grad_norms),'
+CLIPPED = '"norm_clipped": sum(float(x > args.max_grad_norm) for x in grad_norms) / len(grad_norms),'
+EXPERIMENTS["norms"] = Experiment(
+    [(script, {}) for script in POLICY_SCRIPTS],
+    seeds=1,
+    keys=["grad_norm", "norm_clipped"],
+    columns={"steps clipped": lambda run: mean(run["norm_clipped"])},
+    shared={"num_iterations": 40, "eval_every": 0},
+    change=lambda source: source.replace(NORMS, f"{NORMS} {CLIPPED}"),
+)
+
 # --- training, tables ---
 
 
 def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> dict:
     shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
-    lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir)
+    flags = shared | flags | {"seed": seed, "log_every": 10**6}
+    lines = train(script, flags, run_dir, experiment.change)
     run = {key: curve(lines, key) for key in experiment.keys}
     evaluations = [key for key in lines[-1] if key.startswith("eval/score/")]
     run |= {key.replace("eval/score/", "greedy "): curve(lines, key) for key in evaluations}

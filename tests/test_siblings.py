@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import references
 import sync
+import tables
 from conftest import POLICY_SCRIPTS, ROOT
 from planted import BUGS, IN_VECTORS
 
@@ -110,6 +111,16 @@ def test_an_algorithm_has_its_three_files(name):
     assert f"\n| [`{name}`](#{name}) |" in methods, f"docs/methods.md: add a row | [`{name}`](#{name}) | ..."
     command = rf"\n### {name}\n\n.*`make diff A=\w+ B={name}`"
     assert re.search(command, methods), f"docs/methods.md: add a section ### {name} with its `make diff` line"
+
+
+@pytest.mark.parametrize("column, function", {1: "compute_advantages", 2: "policy_loss"}.items())
+def test_scripts_of_one_half_in_docs_methods_have_the_same_code(column, function):
+    """And scripts of different halves different code, docstrings and comments aside."""
+    page = (ROOT / "docs" / "methods.md").read_text()
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `?(\w+)`? \| `?(\w+)`? \|", page, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == POLICY_SCRIPTS
+    halves = {(row[column], tables.code_of(row[0], function)) for row in rows}
+    assert len(halves) == len({half for half, _ in halves}) == len({code for _, code in halves})
 
 
 @pytest.mark.parametrize("name", VARIANTS)
