@@ -107,7 +107,7 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
         if max(sizes.values()) > 1e-4:
             differ = {key: x for key, x in result.items() if sizes[key] > 1e-9}
             mistakes[mistake] = {key: rounded(x, 0, 1e-6) for key, x in differ.items()}
-    expected = {key: rounded(x, 12) for key, x in expected.items()}
+    expected = {key: rounded(x, 10) for key, x in expected.items()}
     return {"name": name, "inputs": inputs, "expected": expected, "mistakes": mistakes}
 
 

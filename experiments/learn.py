@@ -44,6 +44,7 @@ RUNS = {
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
+SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
 KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
@@ -51,12 +52,14 @@ KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_ba
 
 
 def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
-    flags = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
-    lines = common.train(script, flags, run_dir, BUGS[bug].plant if bug else None)
+    given = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
+    lines = common.train(script, given, run_dir, BUGS[bug].plant if bug else None)
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
-    return row | {"choices": explain.choices(run_dir / "model"), "thinks": thinks(run_dir / "model")}
+    choices = explain.choices(run_dir / "model")
+    row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
+    return row | ({"choices": choices} if (script, flags, bug) == SHOWN else {})
 
 
 def thinks(folder: Path) -> list[float]:
@@ -86,7 +89,7 @@ def runs(*names: str, **columns: tuple) -> None:
     lines = []
     for name in names:
         rows = rows_of(name)
-        cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
+        cells = [[f"{row['think']:.2f}" for row in rows]]
         cells += [[f"{row[key][i] + 0:.2f}" for row in rows if key in row] for key, i in columns.values()]
         lines.append([name, *map("; ".join, cells)])
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
