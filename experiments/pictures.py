@@ -99,7 +99,12 @@ def curves(bug: str, script: str, flags: dict) -> list[dict]:
     ]
 
 
-# --- pictures: each function gets what makes it smaller for a test, and returns a figure ---
+# --- pictures: each function returns a figure; what it gets makes it smaller for a test ---
+
+
+def draw_curve(axis, values: list[float], step: int = 1, **style):
+    """Draw a metric against the iteration. Evaluations, every few iterations, begin before the first one."""
+    return axis.plot([i * step + (step == 1) for i in range(len(values))], values, **style)[0]
 
 
 def draw_group(script: str):
@@ -179,10 +184,9 @@ def draw_weights(methods: dict, sizes: tuple[int, ...]):
             axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="center")
         axis.plot(p, [limit(x) for x in p], color=color, ls=":")
         axis.text(0.1, 12, f"dotted: {name}", color=color, fontsize=8)
-        axis.set(
-            title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(-0.35, 1), ylim=(0.4, 40)
-        )
+        axis.set(title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(-0.35, 1))
         axis.set_yscale("log", base=2)
+        axis.set_ylim(0.4, 40)
         axis.set_yticks((0.5, 1, 2, 4, 8, 16, 32), ("½", "1", "2", "4", "8", "16", "32"))
     axes[0, 0].set_ylabel("weight")
     return figure
@@ -214,9 +218,8 @@ def draw_kl(rows: list[dict]):
     for (term, pair), color in zip(exact.kl_of_terms(rows).items(), (GREEN, GREY, PINK)):
         for axis, values in zip(axes, pair):
             axis.plot(exact.KLS, [median(x) for x in values], color=color, label=term, lw=2)
-            axis.fill_between(
-                exact.KLS, [min(x) for x in values], [max(x) for x in values], color=color, alpha=0.2, lw=0
-            )
+            low, high = ([f(x) for x in values] for f in (min, max))
+            axis.fill_between(exact.KLS, low, high, color=color, alpha=0.2, lw=0)
     axes[0].set(title="cosine with the gradient of the KL", ylim=(0.6, 1.02), xscale="log")
     axes[1].set(title="noise, relative to k2", yscale="log", xlabel="KL from the reference, nats per token")
     axes[1].set_yticks((1, 10, 100, 1000), ("1", "10", "100", "1000"))
@@ -231,8 +234,7 @@ def draw_hacking():
     rows = [row for row in load("hacking") if "kl curve" in row]
     for row, color, beta in zip(rows, (ORANGE, GREY, BLUE), ("0", "0.05", "1")):
         for axis, key, step in zip(axes, ("score curve", "greedy 2-5 curve", "kl curve"), (1, 5, 1)):
-            xs = range(step % 5, step * len(row[key]) + step % 5, step)
-            axis.plot(xs, row[key], color=color, label=f"β = {beta}", lw=2 if beta == "0" else 1.5)
+            draw_curve(axis, row[key], step, color=color, label=f"β = {beta}")
     axes[0].set_title("score, by the reward model")
     axes[1].set(title="true accuracy on held-out sums", ylim=(0, 1.05))
     axes[1].axhline(rows[0]["greedy 2-5 curve"][0], color=GREY, ls=":", lw=1)
@@ -256,8 +258,7 @@ def draw_metrics():
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 3.8))
     for axis, (title, (run, other, *places)) in zip(axes.flat, panels.items()):
         for key, color, place in zip(("score", other), (BLUE, ORANGE), places):
-            step = 5 if key == "accuracy" else 1
-            axis.plot(range(step % 5, step * len(run[key]) + step % 5, step), run[key], color=color)
+            draw_curve(axis, run[key], 5 if key == "accuracy" else 1, color=color)
             axis.text(*place, key, color=color)
         axis.set(title=title, ylim=(0, 1.15), xlim=(0, None))
     axes[1, 0].set_ylim(0, 1.5)
@@ -273,22 +274,16 @@ def draw_question(number: int):
     for axis, key in zip(axes, ("score", metric)):
         for name, color, width in (("", GREY, 2.5), (bug, ORANGE, 1.2)):
             for row in curves(name, script, flags):
-                line = axis.plot(range(1, 1 + len(row[key])), row[key], color=color, lw=width)[0]
+                line = draw_curve(axis, row[key], color=color, lw=width)
             line.set_label("with the bug" if name else "unchanged")
         if key == "grad_norm":
-            axis.set(
-                yscale="log",
-                ylim=(0.05, 200),
-                yticks=(0.1, 1, 10, 100),
-                yticklabels=("0.1", "1", "10", "100"),
-            )
+            axis.set(yscale="log", ylim=(0.05, 200))
+            axis.set_yticks((0.1, 1, 10, 100), ("0.1", "1", "10", "100"))
         else:
             top = 1.05 if key == "score" else axis.get_ylim()[1]
             axis.set_ylim(-0.03 * top, top)
         axis.set(title=key, xlabel="iteration")
-    figure.legend(
-        handles=axes[0].get_legend_handles_labels()[0], loc="outside upper right", ncols=2, fontsize=8
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
     return figure
 
 
