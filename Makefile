@@ -21,6 +21,11 @@ PAGES = README.md docs/*.md patches/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
+# make results: train what has no row in experiments/results/ yet. Two hours, if all rows are deleted.
+results: .venv/scripts .venv/group-test
+	for name in "learn.py" "exact.py" "pictures.py train" "toy.py toy_seeds" "toy.py hacking" "toy.py divergences" \
+		"toy.py norms" "toy.py process"; do .venv/bin/python experiments/$$name || exit 1; done
+
 # make pictures: draw the pictures of README.md and docs/ again.
 pictures: .venv/scripts .venv/group-test
 	.venv/bin/python experiments/pictures.py
@@ -107,6 +112,6 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables pictures vectors test-newest test-long test-vllm gpu-check real docs test-docs variant patch sync diff
+.PHONY: demo test format tables results pictures vectors test-newest test-long test-vllm gpu-check real docs test-docs variant patch sync diff
 .PRECIOUS: .venv/group-%
 .NOTPARALLEL:

@@ -14,6 +14,7 @@ FLAGS = {"dtype": "float32"}
 HEALTHY = {"response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
 CASES = {
     "not finite": lambda i: {"grad_norm": float("nan" if i == 30 else 1)},
+    "not finite, but large": lambda i: {"score": (-1) ** i * 1e300},
     "log-probs": lambda i: {"logprob_difference": 0.002, "kl": 5.0 * i},  # nothing about the kl
     "first kl": lambda i: {"kl": 3 + i / 20},
     "equal groups": lambda i: {"equal_groups": 0.95 - i / 200},

@@ -8,7 +8,6 @@ RUN is the folder of a policy script, even while it trains, or TRL's trainer_sta
 
 import json
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from statistics import mean, variance
 from typing import Annotated
@@ -67,6 +66,13 @@ def findings(flags: dict, rows: list[dict]):
     held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
     rows = [row for row in rows if "score" in row]  # without the evaluation before training
 
+    # NaN is not below anything, and far smaller numbers than the largest float overflow below.
+    if wrong := [
+        (name, x, row["iteration"]) for row in rows for name, x in row.items() if not abs(x) < 1e100
+    ]:
+        yield "not finite", "{} is {} in iteration {}".format(*wrong[0])
+        return
+
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if name in row] or [0.0]
 
@@ -77,9 +83,6 @@ def findings(flags: dict, rows: list[dict]):
     rise = late - early
 
     # What a few iterations show
-    if wrong := [(name, row["iteration"]) for row in rows for name, x in row.items() if not isfinite(x)]:
-        yield "not finite", "{} is not finite in iteration {}".format(*wrong[0])
-        return
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05  # of the log-prob of a token
     far = [x for x in values("logprob_difference") if x > tolerance]
     if is_wrong := len(far) > len(rows) / 10:  # then the KL is, too
