@@ -53,6 +53,7 @@ test-vllm: .venv-vllm/installed
 
 # make gpu-check: test what has to hold on a GPU, in ten minutes. Attach runs/gpu.xml to an issue.
 gpu-check: .venv/scripts .venv/group-test
+	mkdir -p runs
 	PYTORCH_ALLOC_CONF=expandable_segments:True .venv/bin/python -m pytest -n 0 -m gpu -rs tests/test_gpu.py \
 		--junitxml=runs/gpu.xml --basetemp=runs/gpu_files -o tmp_path_retention_policy=failed
 
