@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,51 @@ def test_an_edit_has_one_place(mine, before, after, expected):
     mine, before, after = (text.replace(" ", "\n") + "\n" for text in (mine, before, after))
     result, lost = sync.carry(mine, before, after, mine.replace("X", "x"))
     assert (None if lost else result.split()) == (expected and expected.split())
+
+
+@pytest.mark.parametrize(
+    "a, b", [("reinforce", "rloo"), ("grpo", "ppo"), ("grpo", "grpo_lora"), ("sft", "dpo")]
+)
+def test_make_diff_has_all_lines_with_the_method_first(a, b, capsys):
+    """The numbers in its headings are those of the lines below them, and blank lines do not count."""
+    assert sync.diff(a, b) == 0
+    shown = capsys.readouterr().out
+    command = ["git", "diff", "--no-index", PATHS[a], PATHS[b]]
+    output = subprocess.run(command, capture_output=True, text=True).stdout
+    ours, expected = (re.findall(r"^[+-].*", x, re.MULTILINE)[2:] for x in (shown, output))
+    assert sorted(ours) == sorted(expected) != []
+    parts = re.split(r"\n(?=The )", shown)[1:]
+    titles = ("The method: ", "The rest of the script: ", "The docstring: ")
+    assert all(part.startswith(title) for part, title in zip(parts, titles, strict=True))
+    lines = [re.findall(r"^[+-] *(\S.*)", part, re.MULTILINE) for part in parts]
+    numbers = [sum(map(int, re.findall(r"\d+(?= lines? of| of)", part.splitlines()[0]))) for part in parts]
+    assert sum(numbers) == sum(map(len, lines)) and numbers[0] == len(lines[0])
+    if (a, b) == ("reinforce", "rloo"):
+        code = [x for x in lines[0] if not x.startswith('"""') and not re.match(r"\w+: \w", x)]
+        assert parts[0].startswith(f"The method: {len(code)} lines of code, ") and "the same" in parts[1]
+
+
+def test_a_wrong_command_is_answered_in_a_sentence(capsys):
+    for words in ((), ("grpo",), ("", "grpo"), ("grpo", "no")):
+        assert sync.diff(*words) == 2
+        assert capsys.readouterr().out.startswith(
+            "error: no is" if "no" in words else "error: give two scripts"
+        )
+    for words in (["no"], ["variant", "rloo"], ["diff", "a", "b", "c"], ["--help"]):
+        result = subprocess.run(
+            [sys.executable, "tools/sync.py", *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == (0 if words == ["--help"] else 2) and not result.stderr
+        assert result.stdout == f"{sync.__doc__}\n"
+
+
+def test_make_lists_its_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    command = ["make", "--no-print-directory", "--directory", ROOT]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"^make (?!  )([\w-]+)", said, re.MULTILINE)
+    assert {"help", *targets} == {*re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[1].split()}
+    assert all(len(re.split(r"  +", line, maxsplit=1)) == 2 or "=" in line for line in said.splitlines())
 
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)

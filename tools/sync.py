@@ -12,12 +12,15 @@ and every script the versions of requirements.txt. A script in which a line has 
 named and not written, and the exit code is 1.
 """
 
+import ast
 import json
+import os
+import pydoc
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import cache
@@ -399,13 +402,69 @@ def fits(diff: str) -> list[str]:
     return found
 
 
-def diff(a: str, b: str, root: Path = ROOT) -> int:
-    """Show how two scripts differ. Returns the exit code."""
+def kinds(source: str) -> list[tuple[str, str]]:
+    """For each line, its part of the script (docstring, method or rest) and what it is (code, flags or text)."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    found = [["rest", "text" if line.strip()[:1] in ("", "#") else "code"] for line in lines]
+    for node in ast.walk(tree):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_args = isinstance(node, ast.ClassDef) and node.name == "Args"
+        for part in [node] if is_docstring else node.body if is_args else []:
+            for i in range(part.lineno - 1, part.end_lineno):
+                found[i][1] = "text" if is_docstring else "flags"
+    for pattern, name in ((DOCSTRING, "docstring"), (BLOCK, "method")):
+        if match := re.search(pattern, source, re.MULTILINE | re.DOTALL):
+            first, last = (source.count("\n", 0, x) for x in match.span())
+            for i in range(first, last + 1):
+                found[i][0] = name
+    return [(part, kind) for part, kind in found]
+
+
+def summary(counts: Counter) -> str:
+    """Numbers of lines, in words."""
+    first, *others = [f"{counts[kind]} of {kind}" for kind in ("code", "flags", "text") if counts[kind]] or [
+        "the same"
+    ]
+    return ", ".join(
+        [re.sub(r"(?<=\d) of", " line of" if first[:2] == "1 " else " lines of", first), *others]
+    )
+
+
+def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
+    """Show how two scripts differ: the method first, the docstring last. Returns the exit code."""
     found = paths(root)
-    if {a, b} - {*found}:
-        print(f"error: A={a} B={b}: use two of {', '.join(found)}")
+    if not {a, b} <= {*found}:
+        wrong = " and ".join(f"{name} is no script" for name in (a, b) if name and name not in found)
+        print(
+            f"error: {wrong or 'give two scripts'}; use make diff A=grpo B=rloo with two of {', '.join(found)}"
+        )
         return 2
-    subprocess.run(["git", "diff", "--no-index", *(found[x].relative_to(root) for x in (a, b))], cwd=root)
+    files = [str(found[name].relative_to(root)) for name in (a, b)]
+    text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
+    of_line = [kinds(found[name].read_text()) for name in (a, b)]
+    hunks, counts = defaultdict(str), defaultdict(Counter)
+    for match in re.finditer(r"^@@ -(\d+)\S* \+(\d+).*\n((?:[ +\\-].*\n)+)", text, re.MULTILINE):
+        here, number = set(), [int(match[1]) - 1, int(match[2]) - 1]
+        for line in match[3].splitlines():
+            if line[0] in "+-":
+                side = "-+".index(line[0])
+                part, kind = of_line[side][number[side]]
+                here.add(part)
+                counts[part][kind] += bool(line[1:].strip())
+            number = [number[0] + (line[0] in " -"), number[1] + (line[0] in " +")]
+        hunks[min(here, key=["method", "docstring", "rest"].index)] += match[0]
+    output = f"--- {files[0]}\n+++ {files[1]}\n"
+    for part, title in {
+        "method": "The method",
+        "rest": "The rest of the script",
+        "docstring": "The docstring",
+    }.items():
+        output += f"\n{title}: {summary(counts[part])}\n{hunks[part]}"
+    if sys.stdout.isatty():
+        for pattern, color in {r"^-.*": 31, r"^\+.*": 32, r"^@@.*": 36, r"^The .*": 1}.items():
+            output = re.sub(pattern, rf"\033[{color}m\g<0>\033[m", output, flags=re.MULTILINE)
+        os.environ.setdefault("LESS", "FRX")  # as git does
+    pydoc.pager(output)
     return 0
 
 
@@ -436,6 +495,12 @@ def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> in
     return write(patched, name, chosen, folder, root)
 
 
+COMMANDS = {"sync": (sync, 0, 0), "diff": (diff, 0, 2), "variant": (variant, 2, 2), "patch": (patch, 2, 3)}
+
 if __name__ == "__main__":
     command, *words = sys.argv[1:] or ["sync"]
-    sys.exit({"sync": sync, "diff": diff, "variant": variant, "patch": patch}[command](*words))
+    function, least, most = COMMANDS.get(command, (None, 0, -1))
+    if not least <= len(words) <= most:
+        print(__doc__)
+        sys.exit(0 if command in ("-h", "--help") else 2)
+    sys.exit(function(*words))
