@@ -1,19 +1,20 @@
 """Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
-A mistake is a change of a case's inputs, or a bug that tools/planted.py plants in references.py. Each case lists those
-that change its numbers.
+A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists those
+that change its numbers. A method has the two of the four rollouts that tell most mistakes apart.
 """
 
 import json
 import math
 import sys
 import tomllib
+from itertools import combinations
 from types import SimpleNamespace
 
 import torch
 from check import FOLDER, PATH, VECTORS, difference
 
-sys.path.append(str(FOLDER.parent / "tools"))
+sys.path.append(str(FOLDER.parent / "tests"))
 from planted import IN_VECTORS
 
 PLAN = tomllib.loads((FOLDER / "vectors.toml").read_text())
@@ -76,11 +77,12 @@ def run(source: str) -> dict:
     return functions
 
 
-def short(x, digits: int):
-    """Numbers with so many decimals; 0 as an integer, which is shorter."""
-    if isinstance(x, dict):
-        return {key: short(y, digits) for key, y in x.items()}
-    return [short(y, digits) for y in x] if isinstance(x, list) else round(x, digits) or 0
+def rounded(x, digits: int, unit: float = 1.0):
+    """Numbers in a unit with so many decimals; as integers where they are some, which is shorter."""
+    if isinstance(x, list):
+        return [rounded(y, digits, unit) for y in x]
+    x = round(x / unit, digits)
+    return int(x) if x == int(x) else x
 
 
 def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> dict:
@@ -103,12 +105,21 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
         if peaks and result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
             result["advantages"] = peaks  # one for each response is shorter
         if max(sizes.values()) > 1e-4:
-            mistakes[mistake] = {key: short(x, 6) for key, x in result.items() if sizes[key] > 1e-9}
-    return {"name": name, "inputs": inputs, "expected": short(expected, 13), "mistakes": mistakes}
+            differ = {key: x for key, x in result.items() if sizes[key] > 1e-9}
+            mistakes[mistake] = {key: rounded(x, 0, 1e-6) for key, x in differ.items()}
+    expected = {key: rounded(x, 10) for key, x in expected.items()}
+    return {"name": name, "inputs": inputs, "expected": expected, "mistakes": mistakes}
+
+
+def two_of(cases: list[dict]) -> list[dict]:
+    """The two cases that together have the most mistakes."""
+    return max(
+        map(list, combinations(cases, 2)), key=lambda pair: len(pair[0]["mistakes"] | pair[1]["mistakes"])
+    )
 
 
 if __name__ == "__main__":
     right, wrong = run(REFERENCES), {bug.name: run(bug.plant_in_references(REFERENCES)) for bug in IN_VECTORS}
-    methods = {x: [make_case(x, name, right, wrong) for name in VECTORS["rollouts"]] for x in PLAN}
+    methods = {x: two_of([make_case(x, name, right, wrong) for name in VECTORS["rollouts"]]) for x in PLAN}
     text = json.dumps(VECTORS | {"methods": methods}, separators=(",", ":"))
     PATH.write_text(text.replace('{"name":', '\n{"name":') + "\n")

@@ -25,15 +25,13 @@ from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-sys.path[:0] = [str(ROOT / name) for name in (".", "methods", "variants", "tools", "toy")]
+sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests")]
 
 import sync  # noqa: E402
+from explain import print_table  # noqa: E402 - it makes the scripts importable, too
+from plot import read_jsonl  # noqa: E402
 
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
 
 
 def load(name: str) -> list[dict]:
@@ -44,21 +42,17 @@ def load(name: str) -> list[dict]:
 # --- what made a row ---
 
 
-def versions(*more: str) -> list[str]:
-    """The versions of packages in this environment, without builds such as +cpu."""
-    names = ("torch", "transformers", *more)
-    return [f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names]
-
-
 @cache
 def provenance() -> dict:
-    """What makes the rows of this process. A commit that ends in -dirty had changes that were not committed."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    """What makes the rows of this process. A commit that ends in -dirty had code that was not committed."""
+    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":!experiments/results"], cwd=ROOT)
+    commit = head + "-dirty" * changes.returncode
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
     machine = f"{os.cpu_count()} cores, {found[1] if found else platform.machine()}"
-    return {"commit": commit, "date": str(datetime.date.today()), "machine": machine, "versions": versions()}
+    packages = [f"{x} {importlib.metadata.version(x).partition('+')[0]}" for x in ("torch", "transformers")]
+    return {"commit": commit, "date": str(datetime.date.today()), "machine": machine, "versions": packages}
 
 
 def print_provenance(rows: list[dict]) -> None:
@@ -129,7 +123,7 @@ def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -
     with ThreadPoolExecutor(workers) as pool:
         for cell, row in zip(missing, pool.map(run, missing)):
             rows.append(row)
-            text = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=cell_of))
+            text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in sorted(rows, key=cell_of))
             (RESULTS / f"{name}.jsonl").write_text(text)
             print(*cell.values(), flush=True)
 
@@ -142,12 +136,6 @@ def demo() -> None:
     lines = (RESULTS / "demo.txt").read_text().splitlines()
     first, *_, last = (i for i, line in enumerate(lines) if "eval/score" in line)
     print("\n```", lines[first], *lines[last : last + 2], "```\n", sep="\n")
-
-
-def measured(name: str) -> None:
-    """Print a table that was measured once, from results/measured.txt."""
-    text = (RESULTS / "measured.txt").read_text()
-    print(re.search(rf"^# {name}\n(.*?)\s*(?=^# |\Z)", text, re.MULTILINE | re.DOTALL)[1] + "\n")
 
 
 def group_by(rows: list, key: Callable) -> dict:
@@ -172,10 +160,6 @@ def show(values: list[float]) -> str:
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:
     """Print a Markdown table, and what made the rows of the results in it."""
-    print("\n| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    for line in lines:
-        print("| " + " | ".join(line) + " |")
-    print()
+    print_table(heads, lines)
     if rows:
         print_provenance(rows)

@@ -1,18 +1,19 @@
-"""What the estimators do, computed instead of sampled: sections 1 to 3 of docs/exact.md.
+"""What the estimators do, computed instead of sampled: the three answers of docs/exact.md.
 
-    python experiments/exact.py
+    python experiments/exact.py        computes what has no row in results/exact_kl.jsonl yet, in a minute
 
 compute_advantages and policy_loss of the scripts run on float64 tensors, for every group or response that a small
-policy can give. A script that joins the repository gets its curves without an edit.
+policy can give. Weights and lengths are computed when a page or a picture asks for them.
 """
 
 import math
 from functools import cache
 from importlib import import_module
 from itertools import product
+from statistics import median
 
 import torch
-from common import POLICY_SCRIPTS, run_all
+from common import group_by, load, run_all, table
 from explain import loss_and_push, make_rollout
 
 float64 = {"dtype": torch.float64}
@@ -39,30 +40,9 @@ def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
     return loss_and_push(module, args, rollout, rollout["old_logprobs"], num_sequences, num_tokens)[1]
 
 
-def advantages(script: str, scores, lengths=None) -> torch.Tensor | None:
-    """The advantage of each response's first token; None if the script needs more than scores and lengths."""
-    rollout = one_token(scores) if lengths is None else make_rollout(scores, lengths)
-    try:
-        return import_module(script).compute_advantages(make_args(script), rollout)["advantages"][:, 0]
-    except (AttributeError, KeyError):
-        return None
-
-
-@cache
-def looks_at_batch(script: str) -> bool | None:
-    """Whether the advantages of a group change with the scores of others; None if not even its own change them."""
-    k = max(make_args(script).samples_per_prompt, 2)
-    scores = torch.zeros(3, 2 * k)
-    scores[1:, 1] = scores[2, -1] = 1.0  # of no response, of one, and of one in each group
-    none, one, two = (advantages(script, x) for x in scores)
-    return None if none is None or none.equal(one) else not one[:k].equal(two[:k])
-
-
-@cache
-def group_scripts() -> list[str]:
-    """Those whose advantages come from the scores of several responses to a prompt."""
-    with_scores = (x for x in POLICY_SCRIPTS if looks_at_batch(x) is not None)
-    return [x for x in with_scores if make_args(x).samples_per_prompt > 1]
+def advantages(script: str, scores) -> torch.Tensor:
+    """The advantage of each response's first token."""
+    return import_module(script).compute_advantages(make_args(script), one_token(scores))["advantages"][:, 0]
 
 
 def binomial(count: int, rate) -> torch.Tensor:
@@ -79,28 +59,22 @@ def short(values, digits: int = 4) -> list[float]:
 RATES = torch.tensor([0.002, 0.005, *(i / 100 for i in range(1, 100)), 0.995, 0.998], **float64)
 
 
-def moments(script: str, k: int, others=()) -> tuple[torch.Tensor, torch.Tensor]:
-    """w and the noise at RATES, summed over the right responses of a group; `others` are those of other groups.
-
-    Noise is the expected sum of squared slopes over the responses of the group: the second moment of the update, if
-    all responses have gradients of the same norm that are uncorrelated.
-    """
+def moments(script: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """w at RATES, and the expected sum of squared slopes over the responses of a group."""
     args, p = make_args(script, samples_per_prompt=k), RATES
-    w, noise, chances = torch.zeros_like(p), torch.zeros_like(p), binomial(k, p[:, None])
+    w, squares, chances = torch.zeros_like(p), torch.zeros_like(p), binomial(k, p[:, None])
     for s in range(k + 1):
-        scores = torch.tensor([float(i < rights) for rights in (s, *others) for i in range(k)], **float64)
-        slope = slopes(script, args, one_token(scores), k, k)[:k, 0]
+        slope = slopes(script, args, one_token((torch.arange(k) < s).double()), k, k)[:, 0]
         # The gradient of log pi is on average grad p / p for a right and -grad p / (1 - p) for a wrong response.
         w += chances[:, s] * (slope[:s].sum() / p - slope[s:].sum() / (1 - p))
-        noise += chances[:, s] * slope.square().sum()
-    return w, noise
+        squares += chances[:, s] * slope.square().sum()
+    return w, squares
 
 
-def measure_weight(run_dir, script, k) -> dict:
-    """With 16 groups in a batch, of which the others have 0 ... k right responses in turn."""
-    others = [i % (k + 1) for i in range(15)] if looks_at_batch(script) else []
-    w, noise = moments(script, k, others)
-    return {"w": short(w, 6), "noise": short(noise, 6)}
+def weights(script: str, k: int) -> list[float]:
+    """w at RATES, relative to a pass rate of 0.5."""
+    w, _ = moments(script, k)
+    return (w / w[RATES == 0.5]).tolist()
 
 
 # --- 2. length: the first token settles right or wrong; after it, a response stops with a separate probability ---
@@ -117,12 +91,6 @@ def length_logprobs(theta) -> torch.Tensor:
     t, lengths = torch.arange(LONGEST), LENGTHS[:, None]
     logprobs = torch.where(t == lengths - 1, torch.where(lengths < LONGEST, end, 0.0), go_on)
     return torch.where(t == 0, choice, logprobs) * (t < lengths)
-
-
-def length_scripts() -> list[str]:
-    """Those whose advantages do not depend on lengths."""
-    scores, lengths = torch.arange(LENGTH_GROUP) % 2.0, LENGTHS[:LENGTH_GROUP]
-    return [x for x in group_scripts() if advantages(x, scores).equal(advantages(x, scores, lengths))]
 
 
 @cache
@@ -146,21 +114,23 @@ def length_update(script: str, theta) -> torch.Tensor:
     return torch.autograd.grad((chance[:, None] * slope * logprobs).sum(), theta)[0]
 
 
-def measure_length(run_dir, script, can_tell, pace=0.1) -> dict:
-    """Pass rate and mean length of right and wrong responses along the path."""
+def lengths(script: str, can_tell: bool, pace: float = 0.1) -> list[list[float]]:
+    """Pass rate and mean length of right and of wrong responses during training.
+
+    can_tell: right and wrong responses have a probability of stopping each, so that the policy can tell them apart.
+    """
     theta = torch.tensor([math.log(0.1 / 0.9)] + [-math.log(15.0)] * (2 if can_tell else 1), **float64)
     path = []
     while theta[0] < math.log(19.0):
-        rate = float(theta[0].sigmoid())
         chance = length_logprobs(theta).sum(1).exp()
         means = [(chance * LENGTHS)[x].sum() / chance[x].sum() for x in (IS_RIGHT, ~IS_RIGHT)]
-        path.append(short([rate, *means]))
+        path.append(short([theta[0].sigmoid(), *means]))
         update = length_update(script, theta)
         theta = theta + pace * update / update[0]  # the logit of the pass rate has one pace for all scripts
-    return {"path": path}
+    return path
 
 
-# --- 3. kl: policies whose KL is known, and the slopes of each term, for tests/test_exact.py ---
+# --- 3. kl: policies whose KL is known, and the slopes of each term ---
 class Tree:
     """Policies on all responses of `depth` tokens, many at once; each prefix has its own logits."""
 
@@ -185,6 +155,28 @@ class Tree:
         one, other = self.logprobs(one).sum(2), self.logprobs(other).sum(2)
         return (one.exp() * (one - other)).sum(1)
 
+    def tilted(self, logits, values, strength) -> torch.Tensor:
+        """The policy proportional to the given one times exp(strength * values); values (S, N), strength (S,)."""
+        log_old, result = logits.log_softmax(-1), torch.zeros_like(logits)
+        value = strength[:, None] * values
+        for t in reversed(range(self.depth)):
+            rows = slice(self.firsts[t], self.firsts[t + 1])
+            result[:, rows] = log_old[:, rows] + value.view(len(logits), -1, self.vocabulary)
+            value = result[:, rows].logsumexp(2)
+        return result
+
+
+def bisect(function, target: float, seeds: int) -> torch.Tensor:
+    """(S,): where each of the rising functions reaches the target."""
+    low, high = torch.zeros(seeds, **float64), torch.ones(seeds, **float64)
+    for _ in range(12):
+        high = torch.where(function(high) < target, 2 * high, high)
+    for _ in range(24):
+        middle = (low + high) / 2
+        is_low = function(middle) < target
+        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
+    return high
+
 
 def kl_slopes(term: str, ref, new) -> torch.Tensor:
     """(R, D): on policy, the slopes of a KL term alone, from the log-probs (R, D); sums over tokens."""
@@ -198,9 +190,75 @@ def kl_slopes(term: str, ref, new) -> torch.Tensor:
     return slopes(script, make_args(script, kl_coef=1.0), rollout, num_sequences, 1)
 
 
+KLS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3)  # nats per token
+TERMS = ("k1 in the reward", "k2 in the loss", "k3 in the loss")
+# Vocabulary, tokens, and how the policy left its reference: towards one rare response, or at random
+FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 3)) for way in ("rare", "random")]
+
+
+@cache
+def kl_policies(vocabulary: int, depth: int, way: str, count: int):
+    """Tree, references (S, prefixes, V), and for each of KLS the policies at that distance."""
+    tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(depth)
+    found = []
+    while len(found) < count:
+        ref, noise = tree.random(1, generator), tree.random(1, generator)
+        value = torch.randn(1, vocabulary**depth, generator=generator, **float64)
+        # The largest KL that a tilt reaches is the KL of the best response alone.
+        farthest = -tree.logprobs(ref).sum(2)[0, value.argmax()]
+        if way == "random" or farthest > KLS[-1] * depth + 4:
+            found.append((ref, value, noise))
+    ref, value, noise = (torch.cat(tensors) for tensors in zip(*found))
+
+    def path(strength):
+        return ref + strength[:, None, None] * noise if way == "random" else tree.tilted(ref, value, strength)
+
+    return tree, ref, [path(bisect(lambda x: tree.kl(path(x), ref), y * depth, count)) for y in KLS]
+
+
+def measure_kl(run_dir, vocabulary: int, depth: int, way: str, term: str, count: int = 32) -> dict:
+    """Per KL, medians over the policies: cosine with the gradient of the KL, and noise over signal."""
+    tree, ref, policies = kl_policies(vocabulary, depth, way, count)
+    cosines, noises = [], []
+    for new in policies:
+        leaf = new.clone().requires_grad_()
+        (exact,) = torch.autograd.grad(tree.kl(leaf, ref).sum(), leaf)  # (S, prefixes, V)
+        ref_lp, new_lp = tree.logprobs(ref), tree.logprobs(new)  # (S, N, D)
+        slope = -kl_slopes(term, ref_lp.flatten(0, 1), new_lp.flatten(0, 1)).view_as(new_lp)  # of the penalty
+        weight = slope * new_lp.sum(2).exp()[..., None]
+        (found,) = torch.autograd.grad((tree.logprobs(leaf) * weight).sum(), leaf)
+        # Squared norm of the gradient of each log-prob
+        norms = 1 - 2 * new_lp.exp() + new.softmax(-1).square().sum(-1)[:, tree.prefixes]
+        size, exact_size = (x.flatten(1).norm(dim=1) for x in (found, exact))
+        cosines.append(((found * exact).sum((1, 2)) / (size * exact_size)).median())
+        noises.append(((weight * slope * norms).sum((1, 2)) / size.square() - 1).median())
+    return {"cosine": short(cosines, 3), "noise": short(noises, 3)}
+
+
+def kl_of_terms(rows: list[dict]) -> dict[str, tuple]:
+    """For each term, over the families at each of KLS: cosines, and noise relative to k2 in the loss."""
+    found = {term: ([], []) for term in TERMS}
+    for family in group_by(rows, lambda row: (row["vocabulary"], row["depth"], row["way"])).values():
+        of = {row["term"]: row for row in family}
+        for term, (cosines, noises) in found.items():
+            cosines.append(of[term]["cosine"])
+            noises.append([x / y for x, y in zip(of[term]["noise"], of["k2 in the loss"]["noise"])])
+    return {term: tuple([*zip(*values)] for values in pair) for term, pair in found.items()}
+
+
+def print_kl() -> None:
+    """Print the median of the families of policies, and how far the worst one is off."""
+    kls, terms, lines = (0.01, 0.03, 0.1, 0.3), kl_of_terms(load("exact_kl")), []
+    for term in ("k2 in the loss", "k3 in the loss"):
+        at = [terms[term][0][KLS.index(kl)] for kl in kls]
+        lines.append([f"{term[:2]}: cosine (lowest)", *(f"{median(x):.2f} ({min(x):.2f})" for x in at)])
+    for term in ("k1 in the reward", "k3 in the loss"):
+        at = [terms[term][1][KLS.index(kl)] for kl in kls]
+        lines.append([f"{term[:2]}: noise (highest)", *(f"{median(x):.1f} ({max(x):.1f})" for x in at)])
+    table(["KL per token", *(f"{kl:g} nats" for kl in kls)], lines, load("exact_kl"))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sizes = [{"script": x, "k": k} for x in ("grpo", "maxrl") for k in (2, 4, 16, 64)]
-    run_all("exact_weights", [{"script": x, "k": 8} for x in group_scripts()] + sizes, measure_weight, 1)
-    lengths = [{"script": x, "can_tell": y} for y in (True, False) for x in length_scripts()]
-    run_all("exact_length", lengths, measure_length, 1)
+    names = ("vocabulary", "depth", "way", "term")
+    run_all("exact_kl", [dict(zip(names, (*x, term))) for x in FAMILIES for term in TERMS], measure_kl, 1)

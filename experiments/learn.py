@@ -1,7 +1,6 @@
-"""The runs, tables and pictures of docs/learn.md.
+"""The runs and tables of docs/learn.md. experiments/pictures.py draws its pictures.
 
-    python experiments/learn.py           train what has no row yet; 16 minutes on one core
-    python experiments/learn.py draw      draw docs/learn_*.png
+    python experiments/learn.py        trains the runs that have no row yet, 16 minutes on one core
 
 A row has metrics, each the mean over the first and over the last third of the run, and the choices of the result.
 """
@@ -9,15 +8,10 @@ A row has metrics, each the mean over the first and over the last third of the r
 import importlib
 import math
 import re
-import tomllib
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import common
 import explain
-import matplotlib.pyplot as plt
-import plot
 import sync
 import torch
 import transformers
@@ -25,11 +19,10 @@ import tyro
 from common import ROOT, load, mean, words_of
 from planted import BUGS
 
-import dr_grpo
 import ppo
 
 SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
-# Script, flags and a bug of tools/planted.toml, by the name that the page uses
+# Script, flags and a bug of tests/planted.toml, by the name that the page uses
 RUNS = {
     "at the start": ("reinforce", {"num_iterations": 1, "batch_size": 1024, "learning_rate": 0}, ""),
     "score - mean": ("reinforce", SHORT, ""),
@@ -51,19 +44,22 @@ RUNS = {
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
+SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
 KEYS = ("score", "response_length", "kl")
-# Where a KL term stands, the script that has it, and a bug of tools/planted.toml
+# Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
 KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
 
 
 def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dict:
-    flags = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
-    lines = common.train(script, flags, run_dir, BUGS[bug].plant if bug else None)
+    given = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
+    lines = common.train(script, given, run_dir, BUGS[bug].plant if bug else None)
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
     n = max(1, len(lines) // 3)
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
-    return row | {"choices": explain.choices(run_dir / "model"), "thinks": thinks(run_dir / "model")}
+    choices = explain.choices(run_dir / "model")
+    row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
+    return row | ({"choices": choices} if (script, flags, bug) == SHOWN else {})
 
 
 def thinks(folder: Path) -> list[float]:
@@ -81,12 +77,19 @@ def rows_of(name: str) -> list[dict]:
 # --- what the page prints ---
 
 
+def push(script: str, scores, lengths, bug: str = "", tensors=None, **flags) -> torch.Tensor:
+    """The push of a script's loss on each token (B, T) of a rollout."""
+    module = BUGS[bug].module() if bug else importlib.import_module(script)
+    rollout = explain.make_rollout(scores, lengths, **(tensors or {}))
+    return explain.pushes(module, module.Args(**flags), rollout)[1]
+
+
 def runs(*names: str, **columns: tuple) -> None:
     """Print a line for each run: P(think) at the end, and of these metrics the mean of a third of the run."""
     lines = []
     for name in names:
         rows = rows_of(name)
-        cells = [[f"{row['choices'][0][0]:.2f}" for row in rows]]
+        cells = [[f"{row['think']:.2f}" for row in rows]]
         cells += [[f"{row[key][i] + 0:.2f}" for row in rows if key in row] for key, i in columns.values()]
         lines.append([name, *map("; ".join, cells)])
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
@@ -98,7 +101,7 @@ def commands(*names: str) -> None:
     for script, flags, bug in map(RUNS.get, names):
         file = str(sync.paths()[script].relative_to(ROOT))
         command = " ".join(["python", file, *words_of(flags)])
-        lines += [f"python tools/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
+        lines += [f"python tests/planted.py '{bug}'", command, f"git restore {file}"] if bug else [command]
     print("\n```", *lines, "```\n", sep="\n")
 
 
@@ -116,19 +119,6 @@ def change(a: str, old: str, b: str, new: str) -> None:
         found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
         print(*(f"{sign} {line}" for line in found), sep="\n")
     print("```\n")
-
-
-def methods() -> None:
-    """Print the choices of each method, and the one that docs/methods.md compares it with."""
-    columns = tomllib.loads((ROOT / "experiments" / "learn.toml").read_text())
-    page, lines = (ROOT / "docs" / "methods.md").read_text(), []
-    for name in [*sync.CORE, *(x for x in common.POLICY_SCRIPTS if x not in sync.CORE)]:
-        block = code(name)
-        words = [next(x for x, y in column.items() if re.search(y, block)) for column in columns.values()]
-        diff = re.search(rf"^### {name}\n.*?A=(\w+) B=(\w+)", page, re.MULTILINE | re.DOTALL)
-        other = ({*diff.groups()} - {name}).pop() if diff else ""
-        lines.append([f"[`{name}`](methods.md#{name})", *words, other])
-    common.table(["method", *columns, "diff from"], lines)
 
 
 def kl() -> None:
@@ -156,78 +146,10 @@ def critic() -> None:
     common.table(["", *next(iter(explain.GROUP)).split()], lines)
 
 
-# --- pictures, from the functions of the scripts and the probabilities of toy/policy ---
-
-
-def push(script: str, scores, lengths, bug: str = "", tensors=None, **flags) -> torch.Tensor:
-    """The push of a script's loss on each token (B, T) of a rollout."""
-    module = BUGS[bug].module() if bug else importlib.import_module(script)
-    rollout = explain.make_rollout(scores, lengths, **(tensors or {}))
-    return explain.pushes(module, module.Args(**flags), rollout)[1]
-
-
-def draw_group(axis, script: str) -> None:
-    """The responses of GROUP: how far the push of a script moves the logit of each token."""
-    probs, scores = explain.choices(ROOT / "toy" / "policy"), list(explain.GROUP.values())
-    pushes = len(probs) * push(script, scores, list(map(len, probs)))
-    moves = [[x.item() * (1 - p) for x, p in zip(*row)] for row in zip(pushes, probs)]
-    for i, response in enumerate(explain.GROUP):
-        axis.text(-0.7, i, f"score {scores[i]}", ha="right", va="center")
-        for t, token in enumerate(response.split()):
-            color = plt.get_cmap("PuOr")(0.5 - 0.3 * moves[i][t] / moves[3][1])
-            axis.add_patch(plt.Rectangle((t - 0.5, i - 0.4), 1, 0.8, facecolor=color, edgecolor="#ccc"))
-            axis.text(t, i, f"{token}\n{moves[i][t]:+.2f}", ha="center", va="center", fontsize=8)
-    axis.set(xlim=(-2.2, 12.6), ylim=(3.5, -0.5))
-    axis.set_axis_off()
-
-
-def draw_baseline(axis) -> None:
-    """The push on `think` in 1,000 batches of 128 responses, with three baselines."""
-    (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
-    right = math.prod(path)
-    p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
-    scores, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([13, 13, 3, 3])
-    torch.manual_seed(0)
-    for b, bug, color in (("-10", "baseline too low", 1), ("0", "no baseline", 0), ("mean", "", 2)):
-        rows = p.multinomial(128_000, replacement=True).view(1000, 128)
-        pushes = torch.stack([push("reinforce", scores[row], lengths[row], bug)[:, 0] for row in rows])
-        sums = (pushes * ((rows < 2).double() - think)).sum(1)
-        title = f"b = {b}: {sums.mean():.2f} ± {sums.std():.2f}"
-        axis.hist(sums, 20, density=True, histtype="step", color=plot.COLORS[color], label=title, lw=1.5)
-    axis.set(xlabel="push on the logit of think", yticks=[])
-    axis.legend(frameon=False)
-
-
-def draw_clip(axis) -> None:
-    """The push of dr_grpo.py on a token against its ratio, times the constant that it divides by."""
-    ratio = torch.linspace(0.5, 1.5, 401, dtype=torch.float64).view(-1, 1)
-    args, length = dr_grpo.Args(), dr_grpo.Args.max_response_length
-    for sign, color in ((1, 0), (-1, 1)):
-        batch = explain.make_rollout([0] * 401, [1] * 401, advantages=sign * torch.ones_like(ratio))
-        _, pushes = explain.loss_and_push(dr_grpo, args, batch, ratio.log(), 1 / length, 401)
-        axis.plot(ratio, pushes, color=plot.COLORS[color], label=f"A = {sign:+d}")
-    axis.set(xlabel="ratio: probability now / when it was sampled", ylabel="push")
-    axis.legend(frameon=False)
-
-
-DRAWINGS = {
-    "push": partial(draw_group, script="reinforce"),
-    "baseline": draw_baseline,
-    "length": partial(draw_group, script="flash_reinforce"),
-    "clip": draw_clip,
-}
-
-
-def main(command: tyro.conf.Positional[Literal["train", "draw"]] = "train") -> None:
-    if command == "train":
-        names = ("script", "flags", "bug", "seed")
-        cells = [dict(zip(names, (*run, seed))) for run in RUNS.values() for seed in (1, 2)]
-        common.run_all("learn", cells, measure, workers=1)
-        return
-    for name, draw in DRAWINGS.items():
-        figure, axis = plt.subplots(figsize=(8, 2.6), dpi=110, layout="constrained")
-        draw(axis)
-        plot.save(figure, ROOT / "docs" / f"learn_{name}.png")
+def main() -> None:
+    names = ("script", "flags", "bug", "seed")
+    cells = [dict(zip(names, (*run, seed))) for run in RUNS.values() for seed in (1, 2)]
+    common.run_all("learn", cells, measure, workers=1)
 
 
 if __name__ == "__main__":

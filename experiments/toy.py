@@ -1,8 +1,8 @@
-"""Experiments on the toy: which runs to train, what a row keeps of one, and the columns of a table.
+"""Experiments on the toy: which runs to train, and the columns of a table.
 
-    python experiments/toy.py hacking            train what has no row yet, draw the picture, print the table
+    python experiments/toy.py hacking            trains the runs that have no row yet, and prints the table
 
-A page prints `table("hacking")`. A row keeps the curves of some metrics, so a new column often needs no new run.
+A page prints `table("hacking")`. A row keeps the numbers of its columns, and curves where a picture needs them.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 import common
-import plot
 import tyro
-from common import POLICY_SCRIPTS, ROOT, curve, defaults, group_by, label, load, mean, show, train
+from common import POLICY_SCRIPTS, curve, defaults, group_by, label, load, mean, show, train
 
 BATCH = 128  # responses of an iteration
 CHAINS = ("greedy 2-5", "greedy 6", "greedy 8")  # held-out chains by their length
@@ -25,12 +24,13 @@ CHAINS = ("greedy 2-5", "greedy 6", "greedy 8")  # held-out chains by their leng
 class Experiment:
     runs: list[tuple]  # script and flags
     seeds: int
-    keys: list[str]  # metrics whose curves a row keeps, besides the evaluations
-    columns: dict[str, Callable]  # by its head, the number of a run
+    keys: list[str]  # metrics whose curves the columns read, besides the evaluations
+    columns: dict[str, Callable]  # by its head, the number of a run, which a row keeps
     shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
     line: Callable = label  # runs for which this gives the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
-    picture: Callable | None = None  # gives the name of a run's line in docs/<name>.png, if it is there
+    drawn: str = ""  # the script whose curves a row keeps for experiments/pictures.py
+    change: Callable | None = None  # edits the source of a script
 
 
 def last(count: int, *keys: str) -> dict[str, Callable]:
@@ -57,7 +57,6 @@ EXPERIMENTS["toy_seeds"] = Experiment(
     seeds=5,
     keys=["score", "kl", "response_length", "entropy"],
     columns=last(10, "score") | final(*CHAINS),
-    picture=lambda run: None if run["flags"] else run["script"],
 )
 
 MODEL = {"reward": "toy/reward_model"}
@@ -71,7 +70,7 @@ EXPERIMENTS["hacking"] = Experiment(
     line=lambda run: f"`{run['script']}.py`",
     split=("kl_coef", BETAS),
     shared=MODEL | {"eval_reward": "exact_answer", "eval_every": 5, "num_iterations": 100},
-    picture=lambda run: f"beta {run['flags']['kl_coef']:g}" if run["script"] == "reinforce_pp" else None,
+    drawn="reinforce_pp",
 )
 
 # The sampled token or the whole vocabulary, from the same start; --beta 0.5 is gkd.py's default
@@ -94,43 +93,47 @@ EXPERIMENTS["process"] = Experiment(
     shared={"eval_reward": "exact_answer"},
 )
 
-# --- training, tables, pictures ---
+# The share of optimizer steps whose gradient norm is above --max_grad_norm. The scripts log the mean norm.
+NORMS = '"grad_norm": float(sum(grad_norms)) / len(grad_norms),'
+CLIPPED = '"norm_clipped": sum(float(x > args.max_grad_norm) for x in grad_norms) / len(grad_norms),'
+EXPERIMENTS["norms"] = Experiment(
+    [(script, {}) for script in POLICY_SCRIPTS],
+    seeds=1,
+    keys=["grad_norm", "norm_clipped"],
+    columns={"steps clipped": lambda run: mean(run["norm_clipped"])},
+    shared={"num_iterations": 40, "eval_every": 0},
+    change=lambda source: source.replace(NORMS, f"{NORMS} {CLIPPED}"),
+)
+
+# --- training, tables ---
 
 
 def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> dict:
     shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
-    lines = train(script, shared | flags | {"seed": seed, "log_every": 10**6}, run_dir)
-    row = {key: curve(lines, key) for key in experiment.keys}
+    flags = shared | flags | {"seed": seed, "log_every": 10**6}
+    lines = train(script, flags, run_dir, experiment.change)
+    run = {key: curve(lines, key) for key in experiment.keys}
     evaluations = [key for key in lines[-1] if key.startswith("eval/score/")]
-    return row | {key.replace("eval/score/", "greedy "): curve(lines, key) for key in evaluations}
+    run |= {key.replace("eval/score/", "greedy "): curve(lines, key) for key in evaluations}
+    row = {head: round(number(run), 6) for head, number in experiment.columns.items()}
+    if script != experiment.drawn:
+        return row
+    return row | {
+        f"{key} curve": [float(f"{x:.3g}") for x in run[key]] for key in (*experiment.keys, "greedy 2-5")
+    }
 
 
 def table(name: str) -> None:
     """Print a line for each setting: mean, lowest and highest of the seeds."""
     experiment, rows = EXPERIMENTS[name], load(name)
     flag, values = experiment.split
-    columns = [(head, value, number) for value in values for head, number in experiment.columns.items()]
+    columns = list(product(values, experiment.columns))
     lines = []
     for text, runs in group_by(rows, experiment.line).items():
         lines.append([text])
-        for _, value, number in columns:
-            lines[-1].append(show([number(run) for run in runs if run["flags"].get(flag) == values[value]]))
-    common.table(["", *(f"{value}: {head}" if value else head for head, value, _ in columns)], lines, rows)
-
-
-def draw(name: str) -> None:
-    """Draw docs/<name>.png."""
-    experiment, groups = EXPERIMENTS[name], {}
-    for run in filter(experiment.picture, load(name)):
-        curves = {key: run[key] for key in experiment.keys if run[key]}
-        if "teacher" in defaults(run["script"]):
-            curves.pop("kl", None)  # it is not the KL to the start
-        points = [{"iteration": i} | dict(zip(curves, x)) for i, x in enumerate(zip(*curves.values()), 1)]
-        if every := experiment.shared.get("eval_every"):
-            greedy = enumerate(run["greedy 2-5"])
-            points += [{"iteration": every * i, "eval/score/2-5": value} for i, value in greedy]
-        groups.setdefault(experiment.picture(run), []).append(points)
-    plot.draw(groups, ROOT / "docs" / f"{name}.png")
+        for value, head in columns:
+            lines[-1].append(show([run[head] for run in runs if run["flags"].get(flag) == values[value]]))
+    common.table(["", *(f"{value}: {head}" if value else head for value, head in columns)], lines, rows)
 
 
 def main(name: tyro.conf.Positional[Literal[tuple(EXPERIMENTS)]]) -> None:
@@ -138,8 +141,6 @@ def main(name: tyro.conf.Positional[Literal[tuple(EXPERIMENTS)]]) -> None:
     runs = product(experiment.runs, range(1, experiment.seeds + 1))
     cells = [{"script": script, "flags": flags, "seed": seed} for (script, flags), seed in runs]
     common.run_all(name, cells, partial(measure, experiment))
-    if experiment.picture:
-        draw(name)
     table(name)
 
 

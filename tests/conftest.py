@@ -15,9 +15,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time
 os.environ["WANDB_MODE"] = "disabled"
 
 import sync
+from plot import read_jsonl  # noqa: F401 - for the tests
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / name) for name in ("data", "experiments")]
+ROOT = sync.ROOT
 POLICY_SCRIPTS = sync.policy_scripts()
 SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
 SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
@@ -46,10 +46,6 @@ def tokenizer():
     import transformers  # not installed for the tests of the site
 
     return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:

@@ -1,4 +1,4 @@
-"""Plant each bug of tools/planted.toml in a copy of the repository, and check that its tests fail.
+"""Plant each bug of tests/planted.toml in a copy of the repository, and check that its tests fail.
 
     python tests/mutants.py        all bugs, two at a time; --only kl: those whose name contains kl
 
@@ -15,11 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tyro
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
-
-from planted import BUGS, Planted  # noqa: E402
+from planted import BUGS, ROOT, Planted
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # made by make test-vllm
 SKIPPED = [".git", ".venv*", ".trl", ".verl", ".site", "site", "node_modules", "smollm2", "runs"]

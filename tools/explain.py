@@ -1,25 +1,27 @@
 """Print what the policy scripts do to a group of responses: the advantage of each token, and the push on it.
 
     python tools/explain.py --scores 1 0 0 0 --lengths 3 5 2 4
-    python tools/explain.py --model toy/policy    what a policy does with the prompt of docs/learn.md
+    python tools/explain.py --model toy/policy        shows what a policy does with the prompt of docs/learn.md
 
-The push is minus the gradient of the loss with respect to the token's log-prob: an optimizer step makes a token with a
-push above 0 more likely. All numbers come from the functions of the scripts, in float64. docs/learn.md shows some.
+The push is minus the gradient of the loss with respect to the token's log-prob. If it is above 0, an optimizer step
+makes the token more likely. All numbers come from the functions of the scripts, in float64, without length penalties.
 """
 
 import dataclasses
 import importlib
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
+import plot
 import sync
 import torch
 import transformers
 import tyro
 
-sys.path[:0] = [str(sync.ROOT / folder) for folder in (*sync.FOLDERS, "experiments")]
-from common import table  # noqa: E402
+sys.path[:0] = [str(sync.ROOT / folder) for folder in sync.FOLDERS]
 
 # The prompt of docs/learn.md, and four of the toy policy's responses to it with their scores
 PROMPT = "3 + 5 - 2 ?"
@@ -33,12 +35,30 @@ GROUP = {
 
 @dataclasses.dataclass
 class Args:
-    scores: tuple[float, ...] = (1, 0, 0, 0)
+    scores: tuple[float, ...] = (1, 0, 0, 0)  # score of each response
     lengths: tuple[int, ...] = (3, 5, 2, 4)  # tokens of each response, with its EOS
-    samples_per_prompt: int | None = None  # k; by default all responses are one group
+    samples_per_prompt: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Size of a group. By default all responses are one group."""
     ratio: float = 1.0  # pi_theta / pi_old of every token
-    scripts: tuple[str, ...] = tuple(sync.policy_scripts())
-    model: str | None = None  # instead of a group, show the choices of the toy policy in this folder
+    scripts: tuple[str, ...] = tuple(sync.policy_scripts())  # policy scripts, such as rloo grpo
+    model: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Show the choices of the toy's policy in this folder, instead of a group."""
+
+    def check(self) -> None:
+        """Raise a ValueError that says what to do, if no script could take these values."""
+        if unknown := {*self.scripts} - {*sync.policy_scripts()}:
+            raise ValueError(f"--scripts {' '.join(unknown)}: use some of {', '.join(sync.policy_scripts())}")
+        if len(self.scores) != len(self.lengths) or len(self.scores) < 2:
+            raise ValueError(
+                f"{len(self.scores)} --scores, {len(self.lengths)} --lengths: give two or more of each"
+            )
+        if min(self.lengths) < 1 or not self.ratio > 0:
+            raise ValueError(f"--lengths must be 1 or more, and --ratio {self.ratio:g} above 0")
+        k = self.samples_per_prompt
+        if k is not None and (k < 1 or len(self.scores) % k):
+            raise ValueError(f"--samples_per_prompt {k}: it must divide the {len(self.scores)} responses")
+        if self.model and not Path(self.model, "config.json").exists():
+            raise ValueError(f"--model {self.model}: not a folder of a model")
 
 
 def loss_and_push(script, args, batch, logprobs, num_sequences, num_tokens):
@@ -70,6 +90,8 @@ def explain(args: Args, script: str):
     """Advantages and pushes (B, T) of a script. A KeyError if it needs more than a group."""
     module = importlib.import_module(script)
     settings = module.Args(samples_per_prompt=args.samples_per_prompt or len(args.scores))
+    settings.overlong_buffer = 0  # the penalty of dapo.py is for the 40 tokens of the toy
+    settings.max_response_length = max(settings.max_response_length, *args.lengths)
     rollout = make_rollout(args.scores, args.lengths)
     rollout["old_logprobs"] = rollout["ref_logprobs"] = math.log(0.4) * rollout["response_mask"]  # arbitrary
     if not settings.kl_coef:  # there is no reference
@@ -119,6 +141,15 @@ def show(row: torch.Tensor, digits: int = 3) -> str:
     return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
 
 
+def print_table(heads: list[str], lines: Iterable[list[str]]) -> None:
+    """Print a Markdown table."""
+    print("\n| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for line in lines:
+        print("| " + " | ".join(line) + " |")
+    print()
+
+
 def print_group(args: Args) -> None:
     """A line for each script, or for those with the same numbers: advantage → push of a response's tokens."""
     lines, left_out = {}, []
@@ -131,13 +162,19 @@ def print_group(args: Args) -> None:
         cells = tuple(f"{show(advantages[:n])} → {show(push[:n], 4)}" for n, advantages, push in rows)
         lines.setdefault(cells, []).append(f"`{script}`")
     heads = [f"score {score:g}, {length} tokens" for score, length in zip(args.scores, args.lengths)]
-    table(["advantage → push", *heads], [[", ".join(same), *cells] for cells, same in lines.items()])
+    print_table(["advantage → push", *heads], ([", ".join(same), *cells] for cells, same in lines.items()))
     if left_out:
         print(f"Left out: {'; '.join(left_out)}.\n")
 
 
+def main(args: tyro.conf.OmitArgPrefixes[Args]) -> None:
+    args.check()
+    if args.model:
+        transformers.logging.disable_progress_bar()
+        print_tree(choices(args.model))
+    else:
+        print_group(args)
+
+
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    if len(args.scores) != len(args.lengths):
-        sys.exit("error: give as many --lengths as --scores")
-    print_tree(choices(args.model)) if args.model else print_group(args)
+    plot.command(main, __doc__)

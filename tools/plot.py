@@ -1,31 +1,48 @@
-"""Draw score, KL, response length, entropy and evaluations of runs into a PNG. Needs matplotlib (the group test).
+"""Draw the metrics of runs into a PNG: score, KL, response length, entropy and evaluations.
 
     python tools/plot.py runs/a runs/b --out b.png
 
-Each run is a line. For sft.py, reward_model.py and dpo.py it draws loss, accuracy and margin.
+Each run folder is a line. For sft.py, reward_model.py and dpo.py the panels are loss, accuracy and margin. Needs
+matplotlib: pip install --group test
 """
 
+import importlib.util
 import json
 import math
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #000000 #E69F00 #56B4E9".split()  # Okabe and Ito's, for all eyes
+# Okabe and Ito's colors, which all eyes can tell apart, and a grey that shows on white and on black. In the docs, blue
+# is more likely or right, and orange less likely or wrong.
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F"
+COLORS = [BLUE, ORANGE, GREEN, PINK, "#000000", "#E69F00", "#56B4E9"]
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open()]
 
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:
     """The flags and the lines of metrics.jsonl, one for each iteration."""
-    rows = defaultdict(dict)
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        if line.endswith("}"):  # else it is half a line, where the run was killed
-            row = json.loads(line)
-            rows[row["iteration"]] |= row
-    return json.loads((folder / "args.json").read_text()), list(rows.values())
+    path, rows = folder / "metrics.jsonl", defaultdict(dict)
+    if not path.exists():
+        raise ValueError(f"{folder}: not a run folder, because it contains no metrics.jsonl")
+    try:
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):  # otherwise it is half a line, where the run was killed
+                row = json.loads(line)
+                rows[row["iteration"]] |= row
+        return json.loads((folder / "args.json").read_text()), list(rows.values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}: metrics.jsonl or args.json is damaged ({error!r})") from error
 
 
 def draw(groups: dict[str, list[list[dict]]], path: Path):
@@ -35,6 +52,8 @@ def draw(groups: dict[str, list[list[dict]]], path: Path):
 
     found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
+    if not names:
+        raise ValueError(f"{', '.join(groups)}: no metrics to draw yet")
     height = math.ceil(len(names) / 2)
     plt.rc("axes", prop_cycle=cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
     size = (8, 2.2 * height + 0.4)
@@ -57,10 +76,33 @@ def draw(groups: dict[str, list[list[dict]]], path: Path):
     return figure
 
 
-def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path("plot.png")) -> None:
+Runs = Annotated[
+    tuple[Path, ...], tyro.conf.arg(help="run folders", metavar="RUN ...", help_behavior_hint="")
+]
+Out = Annotated[Path, tyro.conf.arg(help="the PNG to write")]
+
+
+def main(runs: tyro.conf.Positional[Runs], out: Out = Path("plot.png")) -> None:
+    if not runs:
+        raise ValueError("give at least one run folder, such as runs/a")
+    if out.suffix != ".png":
+        raise ValueError(f"--out {out}: use a name that ends in .png")
+    if not importlib.util.find_spec("matplotlib"):
+        raise ValueError(
+            "matplotlib is not installed. Run pip install --group test, or pip install matplotlib."
+        )
     draw({str(run): [read_run(run)[1]] for run in runs}, out)
-    print(f"wrote {out}")
+    print(f"Wrote {out}.")
+
+
+def command(function: Callable, description: str) -> None:
+    """Run the main function of a tool. A ValueError of bad input becomes a sentence and exit code 2."""
+    try:
+        tyro.cli(function, description=description, use_underscores=True)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    command(main, __doc__)

@@ -1,0 +1,133 @@
+"""Plant a known bug in a script, to see what it does to a run. `git restore reinforce.py` removes it again.
+
+    python tests/planted.py "no baseline"        changes a line of reinforce.py and prints the change
+    python tests/planted.py --all                lists all bugs of planted.toml
+
+docs/learn.md and docs/bugs.md use some of them. tests/mutants.py checks that a test notices each.
+"""
+
+import difflib
+import importlib
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+from sync import functions, patches, paths  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A row of planted.toml, which explains the fields."""
+
+    name: str
+    tests: str
+    where: str
+    old: str
+    new: str
+    old_in_references: str = ""
+    new_in_references: str = ""
+
+    @property
+    def script(self) -> str:
+        return self.where.partition(".")[0]
+
+    def in_script(self, script: str) -> "Planted":
+        """The same bug in another script, if it is a bug of the skeleton."""
+        return replace(self, where=f"{script}.{self.where.partition('.')[2]}")
+
+    def path(self, folder: Path = ROOT) -> Path:
+        found = paths(folder) | patches(folder) | {"references": folder / "tests" / "references.py"}
+        return found[self.script]
+
+    def plant(self, source: str) -> str:
+        """The source with the bug. ValueError if there is not exactly one place for it."""
+        if self.where == "references":
+            return self.plant_in_references(source)
+        function = (functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
+        if function.count(self.old) != 1:
+            raise ValueError(f"{self.name!r}: {self.where} has {function.count(self.old)} times {self.old!r}")
+        return source.replace(function, function.replace(self.old, self.new))
+
+    def plant_in_references(self, source: str) -> str:
+        """The source of tests/references.py with the bug, wherever it fits. ValueError if it fits nowhere."""
+        old, new = self.old_in_references, self.new_in_references
+        if self.where == "references":
+            old, new = self.old, self.new
+        if not old or old not in source:
+            raise ValueError(f"{self.name!r}: tests/references.py has no {old!r}")
+        return source.replace(old, new)
+
+    def plant_in(self, folder: Path) -> None:
+        """Change the script in this folder."""
+        self.path(folder).write_text(self.plant(self.path(folder).read_text()))
+
+    def change(self) -> list[str]:
+        """The lines that it changes, as a diff."""
+        before = self.path().read_text()
+        lines = difflib.unified_diff(before.splitlines(), self.plant(before).splitlines(), n=0, lineterm="")
+        return [line for line in [*lines][2:] if line[0] in "-+"]
+
+    def print_change(self) -> None:
+        """Print the change as Markdown. docs/bugs.md asks what it does."""
+        print(f"\n```diff\n {self.where}", *self.change(), "```\n", sep="\n")
+
+    def module(self) -> SimpleNamespace:
+        """What the script with the bug defines."""
+        namespace = dict(vars(importlib.import_module(self.script)))
+        exec(self.plant(self.path().read_text()), namespace)
+        return SimpleNamespace(**namespace)
+
+
+ROWS = tomllib.loads((ROOT / "tests" / "planted.toml").read_text())
+BUGS = {name: Planted(name, **row) for name, row in ROWS.items()}
+# Those whose numbers are in conformance/vectors.json
+IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where == "references"]
+
+
+def of_the_pages() -> list[str]:
+    """The names of the bugs that docs/learn.md and docs/bugs.md use."""
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("learn.md", "bugs.md"))
+    names = [bug.name for bug in BUGS.values() if bug.where != "references"]
+    return [name for name in names if f"'{name}'" in text or f'"{name}"' in text]
+
+
+def main(words: list[str]) -> int:
+    """Plant the bug that the words name. Returns the exit code."""
+    usage = f"{__doc__}\nBugs that the pages use:\n"
+    if words in ([], ["--help"], ["-h"]):
+        print(usage + "\n".join(f"    {name:35} {BUGS[name].where}" for name in of_the_pages()))
+        return 0 if words else 2
+    if words == ["--all"]:
+        print("\n".join(f"{bug.name:45} {bug.where}" for bug in BUGS.values()))
+        return 0
+    name = " ".join(words)
+    if name not in BUGS:
+        print(f"error: no bug is named {name!r}. python tests/planted.py --all lists them.", file=sys.stderr)
+        return 2
+    path = BUGS[name].path().relative_to(ROOT)
+    state = subprocess.run(
+        ["git", "status", "--porcelain", "--", path], cwd=ROOT, capture_output=True, text=True
+    )
+    if state.returncode:
+        print("error: this folder is no git repository, so nothing could undo the bug.", file=sys.stderr)
+        return 2
+    if state.stdout:
+        print(
+            f"error: {path} has changes that git restore would discard, too. Commit them first.",
+            file=sys.stderr,
+        )
+        return 2
+    print(*BUGS[name].change(), sep="\n")
+    BUGS[name].plant_in(ROOT)
+    print(f"Changed {path}. To undo it: git restore {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The tables and the diff that cog writes into README.md, docs/ and patches/: make tables."""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import re
+import tempfile
+from collections import Counter, defaultdict
+from unittest.mock import patch
+
+from sync import (
+    CORE,
+    OWN,
+    REFUSED,
+    ROOT,
+    STAGES,
+    features,
+    features_of,
+    fits,
+    functions,
+    paths,
+    policy_scripts,
+)
+
+# The policy scripts in the order of the tables
+METHODS = [*CORE, *(name for name in policy_scripts() if name not in CORE)]
+# Flags that the table of print_flags shows in a column of their own, or not at all
+SHOWN_APART = ("samples_per_prompt", "kl_coef", "num_minibatches", "update_epochs", "learning_rate")
+
+
+def print_scripts(folder: str) -> None:
+    """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
+    print("\n| script | what it does |\n|---|---|")
+    own = [*policy_scripts(), *features().values()]  # not those that `make variant` has made
+    names = [name for name, path in paths().items() if path.parent.name == folder and name in own]
+    for name in names or [*STAGES, *CORE]:
+        path = paths()[name]
+        [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
+        page = f"{'stages' if name in STAGES else 'methods'}.md#{name}"
+        if folder == "variants":
+            page = f"variants.md#{features_of(name)[0]}"
+        print(f"| [`{name}.py`]({path.relative_to(ROOT)}) | {title} ([more](docs/{page})) |")
+    print()
+
+
+def print_diff(a: str, b: str, function: str) -> None:
+    """Print how the code of a function differs between two scripts, as Markdown. README.md begins with it."""
+    texts = (functions(paths()[name].read_text())[function] for name in (a, b))
+    old, new = (re.sub(r'\n *""".*?"""', "", text, flags=re.DOTALL).splitlines() for text in texts)
+    lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
+    lines = [line.rstrip() for line in lines if line[:2] not in ("@@", " @")]
+    print("\n```diff", *lines, "```\n", sep="\n")
+
+
+def print_patches() -> None:
+    """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
+    print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
+    for path in sorted((ROOT / "patches").glob("*.patch")):
+        what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
+        scripts = fits(path.read_text())
+        names = " ".join(f"`{name}`" for name in scripts)
+        names = "all policy scripts" if scripts == policy_scripts() else names
+        print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
+    print()
+
+
+def print_refused() -> None:
+    """Print the scripts and features that do not go together, in docs/variants.md."""
+    print("\n" + "\n".join(f"- `{a}` with `{b}`: {reason}." for (a, b), reason in REFUSED.items()) + "\n")
+
+
+def code_of(name: str, function: str) -> str:
+    """A function of a script without its docstring and comments."""
+    tree = ast.parse(functions(paths()[name].read_text())[function])
+    if ast.get_docstring(tree.body[0]):
+        tree.body[0].body.pop(0)
+    return ast.unparse(tree)
+
+
+def print_map() -> None:
+    """Print which advantage and which loss each script has, in docs/methods.md.
+
+    A loss of several scripts has a column; the last column is for losses of one script. A half has the name of
+    the first script that has it.
+    """
+    rows, losses = defaultdict(list), defaultdict(list)
+    for name in METHODS:
+        rows[code_of(name, "compute_advantages")].append(name)
+        losses[code_of(name, "policy_loss")].append(name)
+    shared = [names for names in losses.values() if len(names) > 1]
+    columns = [*shared, [name for names in losses.values() if len(names) == 1 for name in names]]
+    heads = [*(f"loss of `{names[0]}`" for names in shared), "a loss of its own"]
+    print(f"\n| advantage of | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for names in sorted(rows.values(), key=lambda row: [row[0] not in column for column in columns]):
+        cells = [" ".join(f"[`{x}`](#{x})" for x in names if x in column) for column in columns]
+        print(f"| `{names[0]}` | {' | '.join(cells)} |")
+    print(f"\n{len(rows)} advantages, {len(losses)} losses.\n")
+
+
+def scores_times_10(name: str) -> str:
+    """Whether ten times the scores give the same advantages, without KL, length penalty and values."""
+    import torch
+    from references import FOR_0_AND_1, make_rollout
+
+    if name in FOR_0_AND_1:
+        return "0 and 1 only"
+    script, advantages = importlib.import_module(name), []
+    args = script.Args()
+    args.overlong_buffer = 0
+    for factor in (1, 10):
+        rollout = make_rollout(0, max(2, args.samples_per_prompt))
+        rollout |= {x: 0 * rollout[x] for x in ("kl", "values")}
+        rollout |= {x: factor * rollout[x].abs() for x in ("scores", "greedy_scores")}
+        advantages.append(script.compute_advantages(args, rollout)["advantages"])
+    return "same" if torch.allclose(*advantages, rtol=1e-2) else "other"
+
+
+def print_flags() -> None:
+    """Print default flags, and what decides the size of a step, in docs/methods.md."""
+    from common import load, print_provenance
+
+    norms = load("norms")
+    clipped = {row["script"]: f"{100 * row['steps clipped']:.0f} %" for row in norms}
+    print(
+        "\n| method | k | KL in, β | steps | norm clipped | 10 times the scores | other flags |\n|"
+        + "---|" * 7
+    )
+    for name in METHODS:
+        block = OWN.findall(paths()[name].read_text())[1]
+        fields = dataclasses.fields(importlib.import_module(name).Args)
+        flags = {field.name: field.default for field in fields}
+        place = "reward" if 'rollout["kl"]' in block else "loss" if 'batch["ref_logprobs"]' in block else ""
+        kl = f"{place}, {flags['kl_coef']}" if place else "none"
+        steps = "1, fixed"
+        if "num_minibatches" in flags:
+            steps = flags["num_minibatches"] * flags["update_epochs"]
+        own = [x for x in flags if f"\n    {x}: float" in block or f"\n    {x}: int" in block]
+        own = " ".join(f"`{x} {flags[x]}`" for x in own if x not in SHOWN_APART)
+        cells = [flags["samples_per_prompt"], kl, steps, clipped.get(name, ""), scores_times_10(name), own]
+        print(f"| `{name}` | {' | '.join(map(str, cells))} |")
+    print()
+    print_provenance(norms)
+
+
+def costs(name: str, batch: int = 16) -> tuple:
+    """What an iteration of a script needs, counted: trained and frozen models, their bytes, responses, passes."""
+    import torch
+    from zoo import run
+
+    rows, models = Counter(), defaultdict(set)
+    script = importlib.import_module(name)
+    original = script.generate
+
+    def generate(*args, **flags):
+        rollout = original(*args, **flags)
+        rows["generated"] += len(rollout["sequences"])
+        return rollout
+
+    def count(module, inputs, output):
+        """Count the responses in a pass of a whole model, unless it samples, which needs a cache."""
+        is_critic = type(module).__name__ == "Critic"
+        if is_critic or (hasattr(output, "logits") and output.past_key_values is None):
+            kind = "trained" if torch.is_grad_enabled() else "frozen"
+            models[kind].add(id(module))
+            rows[kind] += len(output if is_critic else output.logits)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),  # progress bars
+        patch.object(script, "generate", generate),
+    ):
+        run(name, num_iterations=1, batch_size=batch, run_dir=folder)
+    hook.remove()
+    trained, frozen = len(models["trained"]), len(models["frozen"] - models["trained"])
+    generated, forward, backward = (f"{rows[x] / batch:g}" for x in ("generated", "frozen", "trained"))
+    if hasattr(script.Args, "max_rollouts"):  # as many as dynamic sampling needs
+        generated = f"1 to {script.Args.max_rollouts}"
+    return trained, frozen, 16 * trained + 4 * frozen, generated, forward, backward
+
+
+def print_costs() -> None:
+    """Print what the scripts cost, in docs/methods.md. Scripts of equal cost share a line."""
+    lines = defaultdict(list)
+    for name in METHODS:
+        lines[costs(name)].append(f"`{name}`")
+    print("\n| scripts | trained | frozen | bytes | responses | forward | backward |\n|" + "---|" * 7)
+    for cells, names in lines.items():
+        print(f"| {', '.join(names)} | {' | '.join(map(str, cells))} |")
+    print()
