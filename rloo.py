@@ -144,8 +144,8 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 
 
 def main(args):
-    start_ranks(args)
     check_args(args)
+    start_ranks(args)
     # Models stay in eval mode: with dropout, training and sampling would compute different log-probs.
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
     reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
@@ -157,8 +157,8 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward)
-    eval_reward = load_reward(args, args.eval_reward) if args.eval_reward else reward
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
@@ -166,7 +166,7 @@ def main(args):
         save_model(run_dir, policy, tokenizer)
     if eval_dataset and start == 0:
         metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        log(args, run_dir, 0, args.num_iterations, metrics)
+        log(args, run_dir, 0, metrics)
 
     for iteration in range(start + 1, args.num_iterations + 1):
         began = time.perf_counter()
@@ -198,7 +198,8 @@ def main(args):
         is_last = iteration == args.num_iterations
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        log(args, run_dir, iteration, args.num_iterations, metrics)
+        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
+        log(args, run_dir, iteration, metrics, left)
         if args.log_every and iteration % args.log_every == 0:
             log_samples(run_dir, iteration, tokenizer, rows, rollout)
 
@@ -432,9 +433,8 @@ def measure(args, rollout, began):
         "truncated": mean(rollout["truncated"]),
         "response_length": num_tokens / args.batch_size,
         "entropy": total(rollout["entropy"]) / num_tokens,  # mean per token
-        "seconds": time.perf_counter() - began,
+        "tokens_per_second": num_tokens / (time.perf_counter() - began),
     }
-    metrics["tokens_per_second"] = num_tokens / metrics["seconds"]
     if args.kl_coef:
         metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
     if args.samples_per_prompt > 1:
@@ -538,7 +538,7 @@ def load_model(args, name, auto_class):
         model, info = auto_class.from_pretrained(
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-    except Exception as error:
+    except OSError as error:
         missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
         missing += "Start scripts from the top folder of the repository. "
         reason = " ".join(str(error).split())
@@ -602,7 +602,6 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     """Return the rows of a dataset, with the token ids of each prompt as prompt_ids, without long prompts."""
     flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
     rows = read_rows(flag, name, split)
-    reward = (split == "test" and args.eval_reward) or args.reward
     for number, row in enumerate(rows):
         where = f"{flag}, row {number}"
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
@@ -613,9 +612,6 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
             check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
         remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
         check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
-        has_answer = isinstance(row.get("answer"), str | int) or reward != "exact_answer"
-        reason = '--reward exact_answer needs a column "answer", a string or an integer'
-        check(has_answer, f"{where}: {reason}, or write your own reward. The row is {row!s:.100}")
         options = row.get("chat_template_kwargs") or {}
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
     lengths = [len(row["prompt_ids"]) for row in rows]
@@ -648,14 +644,18 @@ def choose_rows(args, dataset, num_prompts, iteration):
 
 def exact_answer(completions, answer, **columns):
     """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
+    for right in answer:
+        reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
+        check(isinstance(right, str | int), f'--reward exact_answer needs a column "answer", {reason}')
     texts = [text.rpartition("answer")[2].strip() for text in completions]
     return [float(text == str(right).strip()) for text, right in zip(texts, answer)]
 
 
-def load_reward(args, name):
-    """Return a function from the lists prompts, completions, truncated and other columns to scores."""
+def load_reward(args, name, rows=()):
+    """Return a function of the lists prompts, completions, truncated and other columns of rows, to scores."""
     say(f"  reward      {name}")
     if name == "exact_answer":
+        exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
         return exact_answer
     if ".py:" in name:
         return load_function(name)
@@ -712,15 +712,12 @@ def score(reward, tokenizer, rows, rollout):
     """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
-    try:
-        result = reward(
-            prompts=columns.pop("prompt"),
-            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
-            truncated=rollout["truncated"].tolist(),
-            **columns,
-        )
-    except SystemExit as end:  # it would end the run with exit code 0, as if it were complete
-        raise RuntimeError("the reward called sys.exit; return scores, or raise an exception") from end
+    result = reward(
+        prompts=columns.pop("prompt"),
+        completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+        truncated=rollout["truncated"].tolist(),
+        **columns,
+    )
     what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
     remedy = f"Return one number for each of the {len(rows)} completions."
     try:
@@ -860,12 +857,12 @@ COLUMNS += ["logprob_difference", "tokens_per_second"]
 HEADER = " iter     score        kl   entropy    length truncated logp diff  tokens/s      left"
 
 
-def log(args, run_dir, iteration, num_iterations, metrics):
+def log(args, run_dir, iteration, metrics, left=0.0):
     """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
     text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
     if iteration:
-        left = timedelta(seconds=round(metrics["seconds"] * (num_iterations - iteration)))
-        say(f"{iteration:5}{''.join(text.get(name, '-').rjust(10) for name in COLUMNS)}{left!s:>10}")
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
     evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
     if evals:
         say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
@@ -919,4 +916,10 @@ def print_help():
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         sys.exit(print_help())
-    main(tyro.cli(Args, use_underscores=True))
+    args = tyro.cli(Args, use_underscores=True)
+    try:
+        main(args)
+    except SystemExit as end:  # with exit code 0 it would look like a complete run
+        sys.exit(
+            end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
+        )

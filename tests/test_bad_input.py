@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
 import transformers
@@ -23,11 +24,15 @@ DATA = {
     "no_answer": [GOOD, *[{"prompt": "3 ?"}] * 15],
     "few": [GOOD],
     "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
+    "texts": [{"prompt": ["3 ?"], "answer": "3"}] * 16,
+    "list": [[GOOD] * 16],
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
 def leaves(completions, **columns): raise SystemExit
 def nan(completions, **columns): return [float("nan")] * len(completions)
+def none(completions, **columns): return [None] * len(completions)
+def generator(completions, **columns): return (1.0 for _ in completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
 """
 
@@ -44,6 +49,26 @@ def bad(tmp_path_factory):
     tied = transformers.LlamaForSequenceClassification(make_model("llama").config)
     tied.config.update({"num_labels": 1, "tie_word_embeddings": True})
     save(folder / "tied_judge", tied, tokenizer)
+    judge = transformers.LlamaForSequenceClassification(make_model("llama").config)
+    judge.config.update({"num_labels": 1, "max_position_embeddings": 2})
+    save(folder / "short_judge", transformers.LlamaForSequenceClassification(judge.config), tokenizer)
+    judge.config.update({"num_labels": 2, "max_position_embeddings": 128})
+    save(folder / "two_labels", transformers.LlamaForSequenceClassification(judge.config), tokenizer)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer), "eos_token_id": 1}
+    save(folder / "mamba", transformers.MambaForCausalLM(transformers.MambaConfig(**small)), tokenizer)
+    small |= {"num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
+    encoder = transformers.BertConfig(**small, num_labels=1)
+    save(folder / "encoder", transformers.BertForSequenceClassification(encoder), tokenizer)
+    save(folder / "bert", transformers.BertLMHeadModel(encoder), tokenizer)
+    adapter = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules="all-linear"))
+    adapter.save_pretrained(folder / "adapter")
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(folder / "chat")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder / "adapter")
+    good = json.dumps(GOOD)
+    (folder / "broken.jsonl").write_text(f'{good}\n\n{{"prompt": "3 +\n')
+    (folder / "latin.jsonl").write_bytes(f'{good}\n{{"prompt": "caf\u00e9 ?"}}\n'.encode("latin-1"))
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
@@ -52,25 +77,50 @@ def bad(tmp_path_factory):
 
 # The flags, and what must be in the message besides the value of the last flag.
 CASES = {
-    "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: use a multiple of 24"),
-    "bfloat16 on mps": ("--device mps:0 --dtype bfloat16", "on mps use --dtype float32"),
-    "temperature": ("--temperature 0", "--temperature 0.0: use more than 0"),
-    "gradient turned around": ("--max_grad_norm -1", "--max_grad_norm -1.0: use inf"),
-    "model not there": ("--model no/such-model", "model no/such-model: use a folder"),
-    "weights missing": ("--model {bad}/body_only", "lm_head.weight", "policy as --model"),
+    "minibatches": ("--num_minibatches 3 --batch_size 16", "--batch_size 16: ", "multiple of 24, such as 24"),
+    "bfloat16 on mps": ("--device mps:0 --dtype bfloat16", "--device"),
+    "no such device": ("--device cuda", "--device cuda: ", "cannot use it", "--device cpu"),
+    "temperature": ("--temperature 0", "--temperature 0.0: must be above 0"),
+    "gradient turned around": ("--max_grad_norm -1", "--max_grad_norm -1.0: must be above 0"),
+    "no advantage": ("--reward_clip 0", "--reward_clip 0.0: must be above 0"),
+    "loss turned around": ("--learning_rate -1", "--learning_rate -1.0: must be 0 or more"),
+    "weights of NaN": ("--learning_rate nan", "--learning_rate nan: must be 0 or more"),
+    "no rollout": ("--batch_size 0", "--batch_size 0: must be above 0"),
+    "no pass": ("--update_epochs 0", "--update_epochs 0: must be above 0"),
+    "no micro-batch": ("--micro_batch_size 0", "--micro_batch_size 0: must be above 0"),
+    "no response": ("--max_response_length -1", "--max_response_length -1: must be above 0"),
+    "samples below 0": ("--eval_samples -1", "--eval_samples -1: must be 0 or more"),
+    "model not there": ("--model no/such-model", "--model no/such-model: no such folder", "the repository"),
+    "weights missing": ("--model {bad}/body_only", "--model ", "lack lm_head.weight"),
     "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),
-    "reward model as policy": ("--model {bad}/tied_judge", "score.weight", "policy as --model"),
-    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "content", "'user'"),
-    "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", "`prompt`"),
-    "chat without template": ("--dataset {bad}/chat.jsonl", "--model with a chat template", "'3 ?'"),
-    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", "`answer`", "integer"),
-    "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: use >= 2"),
-    "answer missing": ("--dataset {bad}/no_answer.jsonl --reward exact_answer", "--reward", "`answer`"),
-    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "--dataset", "1 of 1", "or more"),
-    "beyond the positions": ("--max_response_length 125", "--max_response_length: 129 tokens", "128"),
-    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "return 16 finite scores"),
-    "scores not finite": ("--reward {bad}/reward.py:nan", "finite"),
-    "policy as reward model": ("--reward {toy}/policy", "reward model as --reward"),
+    "adapter": ("--model {bad}/adapter", "/adapter is an adapter", "Merge"),
+    "no cache": ("--model {bad}/mamba", "/mamba: has no key-value cache"),
+    "looks both ways": ("--model {bad}/bert --max_response_length 4", "/bert: ", "differ by", "limit 0.3"),
+    "reward model as policy": ("--model {bad}/tied_judge", "is a reward model. Use it as --reward"),
+    "file not there": ("--dataset no.jsonl", "--dataset no.jsonl: no such file"),
+    "broken line": ("--dataset {bad}/broken.jsonl", "broken.jsonl, line 3: not valid JSON"),
+    "no text": ("--dataset {bad}/latin.jsonl", "latin.jsonl, line 2: not valid JSON in UTF-8"),
+    "one list": ("--dataset {bad}/list.jsonl", "list.jsonl, row 0: has no column"),
+    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", '"content"'),
+    "texts in a list": ("--model {bad}/chat --dataset {bad}/texts.jsonl", "row 0", '"content"'),
+    "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", '"prompt"'),
+    "chat without template": ("--dataset {bad}/chat.jsonl", "row 0: is a chat", "no chat template"),
+    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "not 8.0"),
+    "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: ", "2 or more"),
+    "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "not None"),
+    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "needs 8", "--batch_size 8."),
+    "prompts too long": ("--max_prompt_length 2", "0 of 16", "the shortest has 4", "--max_prompt_length"),
+    "beyond the positions": ("--max_response_length 125", "--max_response_length 125: ", "129", "128"),
+    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "shape [1]", "16 completions"),
+    "scores not finite": ("--reward {bad}/reward.py:nan", "--reward", "returned nan for completion 0"),
+    "no scores": ("--reward {bad}/reward.py:none", "--reward", "returned [None", "one number for each"),
+    "a generator": ("--reward {bad}/reward.py:generator", "--reward", "returned <generator"),
+    "no such function": ("--reward {bad}/reward.py:scor", "no function scor, but", "wrong_number, leaves"),
+    "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
+    "policy as reward model": ("--reward {toy}/policy", "without a score head", "reward_model.py"),
+    "an encoder as reward model": ("--reward {bad}/encoder", "--reward", "no key-value cache"),
+    "several outputs": ("--reward {bad}/two_labels", "--reward", "several outputs"),
+    "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
 }
 
 
@@ -108,11 +158,9 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
     other = write_jsonl(tmp_path / "other.jsonl", DATA["good"])
     for name, value in {"seed": 2, "dataset": other, "reward_clip": 3.0, "anneal_lr": True}.items():
         said = refused(capsys, run, "grpo", **flags | {name: value})
-        assert f"--run_dir {tmp_path / 'run'}: is a run of other {name};" in said
-    assert "exp_name" in refused(capsys, run, "ppo", **flags)
-    assert "other script;" in refused(capsys, run, "rloo", **flags, exp_name="grpo")
-    longer = flags | {"anneal_lr": True, "num_iterations": 2}
-    assert "num_iterations" in refused(capsys, run, "grpo", **longer)
+        assert f"--run_dir {tmp_path / 'run'} contains a run with other flags: {name} " in said
+        assert f"(now {value})" in said
+    assert "script grpo (now rloo)" in refused(capsys, run, "rloo", **flags)
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -125,7 +173,7 @@ def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
 def test_ranks_must_divide_the_batch(bad, monkeypatch, capsys):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     said = refused(capsys, run, "grpo", dataset=bad / "good.jsonl", batch_size=12)
-    assert "--batch_size 12: use a multiple of 16" in said
+    assert "--batch_size 12: " in said and "multiple of 16, such as 16" in said
 
 
 def test_ranks_that_differ(tmp_path, monkeypatch, capsys):
