@@ -104,17 +104,17 @@ def assert_scores(found, folder, texts: list[list[int]]):
 
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
 @pytest.mark.parametrize("chats", [False, True])
-def test_a_reward_model_reads_prompt_response_and_eos_as_its_own_tokenizer_does(
+def test_a_reward_model_reads_prompt_response_and_end_as_its_own_tokenizer_does(
     tmp_path, tokenizer, chats, pad_token_id
 ):
-    """The policy's words have other ids. The turn of a truncated response stays open and gets no EOS."""
+    """The policy's words have other ids. The turn of a truncated response stays open, and others have one end."""
     own = make_tokenizer(bos=True, chat=True, pad="<eos>")
     save_reward_model(tmp_path, own, pad_token_id)
     assert tokenizer("think")["input_ids"] != own("think", add_special_tokens=False)["input_ids"]
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
     texts = []
     for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
-        text = f"<user> {prompt} <end> <model> {response}" + " <end> <eos>" * end
+        text = f"<user> {prompt} <end> <model> {response}" + " <end>" * end  # as the template ends a turn
         if not chats:  # a text stays a text
             text = f"{prompt} {response}" + " <eos>" * end
         texts.append(own(text)["input_ids"])  # with its BOS

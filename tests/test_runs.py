@@ -192,7 +192,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
     data = write_jsonl(tmp_path / "samples.jsonl", read_jsonl(ROOT / "toy" / "train.jsonl")[:50])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     said = refused(capsys, run, "grpo", run_dir=tmp_path, model=tmp_path / "model", dataset=data)
-    assert f"--run_dir {tmp_path}: has files, but no args.json" in said
+    assert f"--run_dir {tmp_path}: the folder is not empty and is not a run. Use a new folder." in said
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
@@ -219,7 +219,7 @@ def test_a_copy_of_grpo_needs_what_it_names_and_evaluates_nothing_else(tmp_path)
     flags = {"dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1, "device": "cpu"}
     flags |= {"batch_size": 16, "max_response_length": 8}
     said = launch("grpo.py", *words_of(**flags), cwd=tmp_path, check=False).stderr
-    assert said.startswith("error: model toy/policy: ") and "the repository" in said
+    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
     ran = launch("grpo.py", *words_of(model=ROOT / "toy" / "policy", **flags), cwd=tmp_path)
     assert ran.stderr == "" and "eval" not in ran.stdout
     (folder,) = (tmp_path / "runs").iterdir()
