@@ -25,7 +25,6 @@ Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.9
 """
 
 import copy
-import filecmp
 import importlib.util
 import inspect
 import json
@@ -66,7 +65,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   truncated       (B,)      generate            True if the response has no EOS
 #   raw_scores      (B,)      score               the output of the reward
 #   scores          (B,)      process_scores      raw_scores after penalty, scale, z-score and clip
-#   ref_logprobs    (B, T)    rollout_logprobs    log pi_ref of each token; without a reference log pi_old
+#   ref_logprobs    (B, T)    main, step 3        log pi_ref of each token; without a reference log pi_old
 #   kl              (B, T)    main, step 3        old_logprobs - ref_logprobs
 #   advantages      (B, T)    compute_advantages
 # Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
@@ -188,7 +187,9 @@ def main(args):
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
         # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
-        rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)  # (B, T)
+        rollout["ref_logprobs"] = rollout["old_logprobs"]  # (B, T); without a reference, kl is 0
+        if reference:
+            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
 
         # 4. Compute advantages: which tokens to make more or less likely, and by how much
@@ -363,9 +364,7 @@ def process_scores(args, scores, truncated):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout):
-    """Return the log-probs (B, T) of the response tokens; without a model those from the sampling loop."""
-    if model is None:
-        return rollout["old_logprobs"]
+    """Return the log-probs (B, T) of the response tokens of a whole rollout."""
     result = torch.zeros_like(rollout["old_logprobs"])
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
@@ -783,7 +782,7 @@ def open_run(args, state, dataset):
         script = f"{run_dir}/{name}.py"
         if start == 0:
             shutil.copy(__file__, script)
-        elif not filecmp.cmp(__file__, script, shallow=False):
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
             say(f"warning: {__file__} has changed since this run began; {script} is what it was")
         for log_name in ("metrics", "samples"):
             with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
