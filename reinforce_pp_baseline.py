@@ -5,8 +5,8 @@
 """REINFORCE++-Baseline: several responses per prompt, minus their mean, over the std of the batch.
 
 Jian Hu et al., "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
-arXiv 2501.03262v8 (in v9, Eq. 11 is 6, 12 is 7). For each prompt, the policy samples k = samples_per_prompt
-responses with the scores r_1 ... r_k.
+arXiv 2501.03262v8 (in v9, Eq. 11 is 6, 12 is 7). For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     A_i   = r_i - mean(r)                             the mean of the group, r_i included; no std  (Eq. 11)
     A_i  <- A_i / std(A)                                          over the responses of all ranks  (Eq. 12)

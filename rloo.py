@@ -5,8 +5,8 @@
 """RLOO: REINFORCE with several responses per prompt, each compared with the mean of the others.
 
 Arash Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
-Feedback in LLMs", arXiv 2402.14740, section 2. For each prompt, the policy samples k = samples_per_prompt
-responses with the scores r_1 ... r_k.
+Feedback in LLMs", arXiv 2402.14740, section 2. For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))           one reward per response, the KL inside
     A_i  = R_i - 1/(k-1) sum_{j != i} R_j                            the mean of the others is the baseline

@@ -7,7 +7,7 @@
 Qiying Yu et al., "DAPO", arXiv 2503.14476, section 3. It has no KL term. For each prompt, the policy samples
 k = samples_per_prompt responses with scores r_1 ... r_k. Dynamic sampling replaces groups of equal scores.
 
-    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                         soft overlong  (Eq. 13)
+    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                    penalty near L_max  (Eq. 13)
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_tok sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)         (Eq. 8)
@@ -145,7 +145,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 
 
 def is_useful(args, rollout):
-    """Return for each response (B,) if the scores of its group differ, so that it has an advantage."""
+    """Return (B,) whether the scores of a response's group differ, so that it has an advantage."""
     groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
     return (groups.amax(1) > groups.amin(1)).repeat_interleave(args.samples_per_prompt)
 

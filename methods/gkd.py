@@ -12,12 +12,12 @@ prompt, the policy, which is the student, samples a response.
     loss = 1/N_tok sum_i sum_t D_t
 
     p      the frozen --teacher's distribution of token t  q         the distribution of the trained policy
-    N_tok  tokens of an optimizer step, on all ranks
+    N_tok  tokens of an optimizer step, on all ranks       beta      --beta
 
-p and q are at the sampling temperature. No other KL term keeps the policy close to --model. distill.py
+p and q are at the sampling temperature. Besides D_t, no KL term keeps the policy close to --model. distill.py
 estimates KL(q || p) from the sampled token. The update needs up to 11 tensors (b, T, vocabulary). There is
 one step per rollout, since nothing corrects for a policy that has moved. Not implemented: responses from a
-dataset (lambda below 1), because the student samples all responses.
+dataset (lambda below 1).
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/gkd.py
@@ -159,7 +159,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     """Return the divergence: the mean over tokens, from the log-probs (b, T, V) of all tokens in batch.
 
     num_tokens counts the whole optimizer step, so that the losses of micro-batches and ranks add up. Padding
-    needs a mask, because the log-probs of all tokens, unlike those of sampled tokens, are not 0 there.
+    needs a mask, because the log-probs of all tokens are not 0 there, unlike the log-probs of sampled tokens.
     """
     student, teacher = batch["all_logprobs"], batch["teacher_all_logprobs"]
     if args.top_k:

@@ -5,8 +5,8 @@
 """RAFT: several responses per prompt, of which only the best is imitated.
 
 Hanze Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", arXiv
-2304.06767; as a baseline in arXiv 2402.14740. For each prompt, the policy samples k = samples_per_prompt
-responses with the scores r_1 ... r_k.
+2304.06767; as a baseline in arXiv 2402.14740. For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))           one reward per response, the KL inside
     A_i  = k for the best R of the group, else 0                                        the first of equals
@@ -16,11 +16,11 @@ responses with the scores r_1 ... r_k.
     N_seq  responses of an optimizer step, on all ranks    pi_old    the policy that sampled the responses
     beta   kl_coef                                         pi_ref    the frozen --model
 
-The sum in R_i estimates KL(pi_old || pi_ref) from one response, so beta keeps the policy close to pi_ref.
+The sum in R_i estimates KL(pi_old || pi_ref) from one response, but only decides which response is best.
 There is one step per rollout, since nothing corrects for a policy that has moved. No response gets a negative
 weight. If all responses of a group fail, the failure with the smallest KL is imitated. By how much the best
 response is better does not matter. rloo.py learns from all responses, in proportion to their distance from
-the mean of the others. Not implemented: the paper samples a large batch and trains on what it keeps.
+the mean of the others. Not implemented: the paper's large batch, of which only the best responses are kept.
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.94), or a real model:
 
     python methods/raft.py
