@@ -14,10 +14,9 @@ prompt, the policy, which is the student, samples a response.
     p      the frozen --teacher's distribution of token t  q         the distribution of the trained policy
     N_tok  tokens of an optimizer step, on all ranks       beta      --beta
 
-p and q are at the sampling temperature. Besides D_t, no KL term keeps the policy close to --model. distill.py
-estimates KL(q || p) from the sampled token. The update needs up to 11 tensors (b, T, vocabulary). There is
-one step per rollout, since nothing corrects for a policy that has moved. Not implemented: responses from a
-dataset (lambda below 1).
+p and q are at the sampling temperature. There is no other KL term. distill.py estimates KL(q || p) from the
+sampled token. The update needs up to 11 tensors (b, T, vocabulary). There is one step per rollout, since
+nothing corrects for a policy that has moved. Not implemented: responses from a dataset (lambda below 1).
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/gkd.py
