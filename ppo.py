@@ -157,7 +157,6 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
     loss = -torch.min(unclipped, clipped).sum() / num_tokens
-
     clip_fraction = (clipped < unclipped).sum() / num_tokens
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 

@@ -18,10 +18,9 @@ k = samples_per_prompt responses with scores r_1 ... r_k. Dynamic sampling repla
     L_max  max_response_length                             L_cache   overlong_buffer
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (a minute, score 0.3 to 0.99), or a real model:
     python methods/dapo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a \
-        --overlong_buffer 205
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --batch_size 1024 --gradient_checkpointing \
+    --dataset prompts.jsonl --micro_batch_size 4 --learning_rate 1e-6 --run_dir runs/a --overlong_buffer 205 \
+    --model Qwen/Qwen2.5-1.5B-Instruct --reward my_reward.py:score --max_response_length 1024 --dtype bfloat16
 """
 
 import copy

@@ -9,7 +9,7 @@ Optimization", arXiv 2601.05242, section 3. For each prompt, the policy samples 
 responses. Each has R scores r_1 ... r_R, one from each reward.
 
     A_j   = (r_j - mean(r_j)) / (std(r_j) + 1e-4)      for each reward, mean and std of the group   (Eq. 4)
-    A     = w_1 A_1 + ... + w_R A_R                                                              (Eq. 5, 7)
+    A     = w_1 A_1 + ... + w_R A_R                           w = reward_weights, 1 by default   (Eq. 5, 7)
     A    <- (A - mean(A)) / std(A)                                over the responses of all ranks   (Eq. 6)
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_seq sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)            (Eq. 3)
@@ -17,11 +17,10 @@ responses. Each has R scores r_1 ... r_R, one from each reward.
     o_t    token t of a response                           pi_theta  the policy being trained
     T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
     N_seq  responses of an optimizer step, on all ranks    eps       clip_eps
-    w_j    reward_weights, all 1 by default
 
 There is no KL term, so nothing keeps the policy close to --model. grpo.py normalizes the sum of the scores,
 in which a reward of large spread hides the others. The paper has an epsilon in Eq. 6 and no 1e-4 in Eq. 4.
-Not implemented: Eq. 8, in which a reward is conditioned on another.
+Not implemented: Eq. 8.
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/gdpo.py
