@@ -2,27 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""PPO: a learned critic as the baseline of every token, generalized advantage estimation, clipped updates.
+"""PPO: proximal policy optimization, with a learned critic as the baseline of every token.
 
-John Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347; GAE, arXiv 1506.02438; the
-KL in the reward as in InstructGPT, arXiv 2203.02155. pi_old samples a response o with the score r. V_t is the
-critic's value of what precedes token t, 0 after the last; A_t and G_t take V_old, before the update. rho_t =
-pi_theta(o_t) / pi_old(o_t). N_tok counts the response tokens of one optimizer step over all ranks. beta =
-kl_coef, lambda = gae_lambda, eps = clip_eps, eps_v = value_clip_eps. reinforce_pp.py is V = 0, lambda = 1.
+John Schulman et al., arXiv 1707.06347; GAE, 1506.02438; the KL as in InstructGPT, 2203.02155. For each
+prompt, the policy samples a response with the score r. With V = 0 and lambda = 1, this is reinforce_pp.py.
 
-    R_t    = -beta log(pi_old(o_t) / pi_ref(o_t)), + r on the last token             the reward of a token
-    A_t    = sum_{s>=t} lambda^(s-t) (R_s + V_{s+1} - V_s)                           (GAE, Eq. 16; gamma = 1)
+    R_t    = -beta log(pi_old(o_t) / pi_ref(o_t)), + r on the last token        a token's reward, KL inside
+    A_t    = sum_{s>=t} lambda^(s-t) (R_s + V_{s+1} - V_s)                         (GAE, Eq. 16; gamma = 1)
     G_t    = A_t + V_t, the critic's target; then A_t <- (A_t - mean) / std, over all response tokens
-    loss   = -1/N_tok sum_i sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)  (PPO, Eq. 7)
+    loss   = -1/N_tok sum_i sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)            (PPO, Eq. 7)
     critic = 1/N_tok sum_i sum_t 1/2 max((V_t - G_t)^2, (clip(V_t, V_old - eps_v, V_old + eps_v) - G_t)^2)
 
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
-
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    V_t    critic's value before token t, 0 after the end  pi_ref    the frozen --model
+    V_old  V_t before the update, which A_t and G_t use    rho_t     pi_theta(o_t) / pi_old(o_t)
+    beta   kl_coef            lambda  gae_lambda           eps       clip_eps         eps_v  value_clip_eps
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.99), or a real model:
     python ppo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --critic_learning_rate 1e-5 --dtype bfloat16 \
-        --gradient_checkpointing --run_dir runs/a
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+    --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --gradient_checkpointing \
+    --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 --critic_learning_rate 1e-5 --run_dir runs/a
 """
 
 import copy
@@ -111,19 +111,19 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of every token
+    kl_coef: float = 0.01  # beta: weight of the KL term in the reward of a token
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
-    gae_lambda: float = 0.95  # 1 trusts the rewards to the end of the response, 0 the critic's next value
-    value_clip_eps: float = 0.2  # eps_v: clips a value to this distance from the old value
-    critic_learning_rate: float = 1e-3  # peak learning rate of the critic's AdamW, on the same schedule
+    gae_lambda: float = 0.95  # lambda: 1 relies on the rewards alone, 0 on the critic's next value
+    value_clip_eps: float = 0.2  # eps_v: clip a value to at most this distance from its old value
+    critic_learning_rate: float = 1e-3  # peak learning rate of the critic's AdamW; 1e-3 is for the toy
 
 
 def whiten(x, mask):
-    """x (B, T) with mean 0 and std 1 over the True entries of mask on all ranks, 0 elsewhere."""
+    """Return x (B, T) with mean 0 and std 1 over True entries of mask on all ranks, 0 elsewhere."""
     count = total(mask)
     centered = (x - total(x * mask) / count) * mask
     variance = total(centered.square()) / count  # E[x^2] - E[x]^2 would cancel in float32
@@ -141,9 +141,8 @@ def compute_advantages(args, rollout):
     advantages = torch.zeros_like(values)
     advantage = torch.zeros_like(rollout["scores"])  # (B,), A_{t+1}, 0 after the last token
     next_value = torch.zeros_like(rollout["scores"])  # (B,), V_{t+1}
-    for t in reversed(range(mask.shape[1])):
+    for t in reversed(range(mask.shape[1])):  # where a row has no token at t, keep the values of t + 1
         delta = rewards[:, t] + next_value - values[:, t]
-        # A column that is no response token of a row hands on what comes after it.
         advantage = torch.where(mask[:, t], delta + args.gae_lambda * advantage, advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = advantage * mask[:, t]
@@ -151,24 +150,18 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (PPO, Eq. 7): the mean over tokens.
-
-    logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
-    optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
-    """
+    """Return the clipped objective (Eq. 7): the mean over tokens. Padding adds 0, because A is 0 there."""
     advantages = batch["advantages"]
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages
     loss = -torch.min(unclipped, clipped).sum() / num_tokens
-
     clip_fraction = (clipped < unclipped).sum() / num_tokens
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 def value_loss(args, batch, values, num_tokens):
-    """Squared error of values (b, T), with gradient, clipped around the old values: the mean over tokens."""
+    """Return the squared error of values (b, T), clipped around the old values: the mean over tokens."""
     old_values = batch["values"]
     clipped_values = old_values + (values - old_values).clamp(-args.value_clip_eps, args.value_clip_eps)
     errors = torch.max((values - batch["returns"]).square(), (clipped_values - batch["returns"]).square())
@@ -176,11 +169,9 @@ def value_loss(args, batch, values, num_tokens):
     return loss, {"value_loss": loss.detach()}
 
 
-class Critic(torch.nn.ModuleDict):
-    """A decoder, and a head that makes a value of each of its hidden states."""
-
+class Critic(torch.nn.ModuleDict):  # a decoder, and a head that makes a value of each of its hidden states
     def forward(self, batch):
-        """Values (b, T): the estimate before each response token is read, 0 on padding."""
+        """Return values (b, T): the estimate before each response token is read, 0 on padding."""
         T = batch["response_mask"].shape[1]
         inputs = model_inputs(batch["sequences"], batch["attention_mask"])
         hidden_states = self["decoder"](**inputs, use_cache=False).last_hidden_state  # (b, P+T, H)
@@ -191,7 +182,7 @@ class Critic(torch.nn.ModuleDict):
 
 @torch.no_grad()
 def rollout_values(args, critic, rollout):
-    """Values (B, T) of a whole rollout."""
+    """Return the values (B, T) of a whole rollout."""
     result = torch.zeros_like(rollout["old_logprobs"])
     all_rows = torch.arange(len(result), device=result.device)
     for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
@@ -202,7 +193,7 @@ def rollout_values(args, critic, rollout):
 
 
 def load_critic(args, policy, tokenizer):
-    """The reward model if it gives the policy's tokens the same ids, else the policy with a head of zeros."""
+    """Return the reward model if it has the policy's token ids, otherwise the policy with a head of zeros."""
     if args.reward != "exact_answer" and ".py:" not in args.reward:
         auto_class = transformers.AutoModelForSequenceClassification
         model, its_tokenizer = load_model(args, args.reward, auto_class)

@@ -2,22 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""REINFORCE++: one response per prompt, no critic, the advantage normalized over the batch of all ranks.
+"""REINFORCE++: one response per prompt, with advantages normalized over the whole batch; no critic.
 
 Jian Hu et al., "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
-arXiv 2501.03262v8 (in v9, Eq. 8 and 9 are 4, and 10 is 5). To each prompt pi_old samples a response o with
-the score r. pi_theta is the policy in training, pi_ref the frozen --model. With beta = kl_coef and
-eps = clip_eps:
+arXiv 2501.03262v8 (in v9, Eq. 8 and 9 are 4, 10 is 5). For each prompt, the policy samples a response with
+the score r.
 
-    k1_t  = log pi_old(o_t) - log pi_ref(o_t)                       an unbiased estimate of the token's KL
-    A_t   = r - beta sum_{s>=t} k1_s                                the return to go             (Eq. 8, 9)
-    A_t  <- (A_t - mean) / std                                      over all response tokens     (Eq. 10)
+    k1_t  = log pi_old(o_t) - log pi_ref(o_t)
+    A_t   = r - beta sum_{s>=t} k1_s                                           the return to go  (Eq. 8, 9)
+    A_t  <- (A_t - mean) / std                                           over all response tokens  (Eq. 10)
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_tok sum_i sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)               (Eq. 1)
+    loss  = -1/N_tok sum_i sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)                  (Eq. 1)
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them; Eq. 1
-divides each response by its own length |o| instead. Here the batch is the baseline, in grpo.py the group.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    beta   kl_coef                                         pi_ref    the frozen --model
+    eps    clip_eps
+
+k1_t estimates KL(pi_old || pi_ref) from one sampled token, without bias, and can be negative.
+The baseline is the mean of the batch. In grpo.py it is the mean of the group, in ppo.py a critic's value.
+Eq. 1 divides each response by its own length, not by N_tok. Not implemented: process rewards (App. D).
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.99), or a real model:
 
     python reinforce_pp.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,16 +116,16 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of every token
+    kl_coef: float = 0.01  # beta: weight of the KL term in the reward of a token
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
 
 def whiten(x, mask):
-    """x (B, T) with mean 0 and std 1 over the True entries of mask on all ranks, 0 elsewhere (Eq. 10)."""
+    """Return x (B, T) with mean 0 and std 1 over True entries of mask on all ranks, 0 elsewhere (Eq. 10)."""
     count = total(mask)
     centered = (x - total(x * mask) / count) * mask
     variance = total(centered.square()) / count  # E[x^2] - E[x]^2 would cancel in float32
@@ -136,11 +141,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (Eq. 1): the mean over tokens.
+    """Return the clipped objective (Eq. 1): the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there and the ratio is 1.
     """
     advantages = batch["advantages"]
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)

@@ -2,22 +2,27 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""REINFORCE++-Baseline: several responses per prompt, their mean as baseline, the std of the whole batch.
+"""REINFORCE++-Baseline: several responses per prompt, minus their mean, over the std of the batch.
 
 Jian Hu et al., "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
-arXiv 2501.03262v8 (in v9, Eq. 11 is 6, and 12 is 7). To each prompt pi_old samples k = samples_per_prompt
-responses with scores r_i. pi_theta is in training, pi_ref the frozen --model; beta = kl_coef, eps = clip_eps:
+arXiv 2501.03262v8 (in v9, Eq. 11 is 6, 12 is 7). For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
-    A_i   = r_i - mean(r)              the mean of the group, r_i included; no std               (Eq. 11)
-    A_i  <- A_i / std(A)               over the responses of all ranks                           (Eq. 12)
+    A_i   = r_i - mean(r)                             the mean of the group, r_i included; no std  (Eq. 11)
+    A_i  <- A_i / std(A)                                          over the responses of all ranks  (Eq. 12)
     rho_t = pi_theta(o_t) / pi_old(o_t)
     k2_t  = 1/2 (log(pi_theta(o_t) / pi_ref(o_t)))^2
     loss  = 1/N_tok sum_i sum_t [beta k2_t - min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)]
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 12 runs
-over responses, as v9 says (B.2): with mean and std over tokens, equal scores would not get exactly 0.
-The loss is Eq. 1 with N_tok, not |o|. grpo.py divides by the std of the group. Tools: reinforce_pp_tools.py.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    beta   kl_coef                                         pi_ref    the frozen --model
+    eps    clip_eps
+
+On policy, the expected gradient of k2_t is the gradient of the token's KL(pi_theta || pi_ref).
+Eq. 12 is over responses (v9, B.2), because with mean and std over tokens, equal scores would not get exactly
+0. The loss is Eq. 1 with N_tok instead of each length. grpo.py divides by the std of the group.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python reinforce_pp_baseline.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reinforce_pp_baseline.py --model Qwen/Qwen2.5-1.5B \
@@ -111,7 +116,7 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, the group whose mean is the baseline
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
     kl_coef: float = 0.01  # beta: weight of the KL term in the loss
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
@@ -130,7 +135,7 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k2 penalty: the mean over tokens.
+    """Return the clipped objective with a k2 penalty: the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because

@@ -2,22 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""ReMax: one sampled response per prompt, and the score of the greedy one as its baseline; no critic.
+"""ReMax: one sampled response per prompt, compared with the greedy response; no critic.
 
 Ziniu Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
-Language Models", arXiv 2310.10505, section 4. To each prompt pi_old samples a response with the score r; its
-greedy response has the score r_greedy. o_t is token t. pi_theta is the same policy with gradient,
-pi_ref the frozen --model. With beta = kl_coef:
+Language Models", arXiv 2310.10505, section 4. For each prompt, the policy samples a response with the score
+r. Its greedy response, which takes the likeliest token each time, has the score r_greedy.
 
-    k1_t = log pi_old(o_t) - log pi_ref(o_t)                   an unbiased estimate of the token's KL
-    A_t  = r - r_greedy - beta sum_{s>=t} k1_s                 the return to go, minus the baseline
-    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
+    k1_t = log pi_old(o_t) - log pi_ref(o_t)
+    A_t  = r - r_greedy - beta sum_{s>=t} k1_s                         the return to go, minus the baseline
+    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)                                     no ratio, no clip
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. There is
-one step per rollout, since nothing corrects for a policy that has moved. The greedy response is only scored;
-it does not depend on the sampled one, so this baseline adds no bias to the gradient. (Dividing by N_tok adds
-some, since it depends on the sampled lengths.)
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    beta   kl_coef                                         pi_ref    the frozen --model
+
+k1_t estimates KL(pi_old || pi_ref) from one sampled token, without bias, and can be negative.
+There is one step per rollout, since nothing corrects for a policy that has moved. The greedy response is only
+scored. It does not depend on the sampled response, so this baseline adds no bias to the gradient. (Dividing
+by N_tok adds a little, because N_tok depends on the sampled lengths.) rloo.py takes more samples, and no
+greedy response, for its baseline.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python remax.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 remax.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,10 +115,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # sampled responses per prompt; the greedy one is the baseline of each
+    samples_per_prompt: int = 1  # k: responses per prompt, each compared with the greedy response
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of every token
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: float = 0.01  # beta: weight of the KL term in the reward of a token
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -127,11 +131,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE: the mean over tokens.
+    """Return the loss: the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_tokens
     return loss, {"policy_loss": loss.detach()}

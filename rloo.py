@@ -2,22 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""RLOO: several responses per prompt, each with the mean of the others as its baseline; REINFORCE, no clip.
+"""RLOO: REINFORCE with several responses per prompt, each compared with the mean of the others.
 
 Arash Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
-Feedback in LLMs", arXiv 2402.14740, section 2. To each prompt pi_old samples k = samples_per_prompt
-responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
-the frozen --model. With beta = kl_coef:
+Feedback in LLMs", arXiv 2402.14740, section 2. For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
-    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
-    A_i  = R_i - 1/(k-1) sum_{j != i} R_j                    the others are the baseline
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        a response is one action: no 1/T, no clip
+    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))           one reward per response, the KL inside
+    A_i  = R_i - 1/(k-1) sum_{j != i} R_j                            the mean of the others is the baseline
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)              a response is one action: no mean over t
 
-N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-There is one step per rollout, since nothing corrects for a policy that has moved. The gradient is unbiased:
-the baseline of a response does not depend on it. grpo.py divides by the group's std and the length and clips
-a ratio; remax.py takes a greedy response as the baseline.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_seq  responses of an optimizer step, on all ranks    pi_old    the policy that sampled the responses
+    beta   kl_coef                                         pi_ref    the frozen --model
+
+The sum in R_i estimates KL(pi_old || pi_ref) from one response, so beta keeps the policy close to pi_ref.
+There is one step per rollout, since nothing corrects for a policy that has moved. The gradient is unbiased,
+because the baseline of a response does not depend on the response. reinforce.py uses the mean of the batch as
+the baseline and remax.py the score of a greedy response. grpo.py also divides by the group's std and by the
+length, and clips a ratio.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python rloo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 rloo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,10 +115,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt; the k - 1 others are the baseline of each
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of a response
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: float = 0.01  # beta: weight of the KL term in the reward of a response
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -129,11 +133,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
+    """Return the loss of whole responses: the sum over a response's tokens, then the mean over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}

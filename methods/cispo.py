@@ -2,22 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""CISPO: GRPO with a clipped weight in place of a clipped objective, so that every token keeps a gradient.
+"""CISPO: GRPO that clips weights instead of the objective, so that every token keeps a gradient.
 
 MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585,
-section 3.1. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
-pi_old is the policy that sampled them, pi_theta the policy in training, sg stops the gradient. With
-eps_low = clip_eps_low and eps_high = clip_eps_high:
+section 3.1. For each prompt, the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_tok sum_i sum_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_i log pi_theta(o_t) (Eq. 4, 5)
+    loss  = -1/N_tok sum_i sum_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_i log pi_theta(o_t)  (Eq. 4, 5)
 
-N_tok counts the response tokens of one optimizer step over all ranks; in the paper, of a group. The clip of
-grpo.py drops the gradient of a token whose ratio has moved far, often a rare token at a turn of thought; here
-only its weight stops growing. The paper has no lower bound (eps_low = 1) and gives no number for eps_high;
-0.28 is that of dapo.py. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    sg     stops the gradient                              eps_low   clip_eps_low
+                                                           eps_high  clip_eps_high
+
+There is no KL term, so nothing keeps the policy close to --model. In the paper, N_tok counts the tokens of a
+group. The clip of grpo.py drops the gradient of a token whose ratio has moved far, which is often a rare
+token at a turn of thought. This clip only stops the growth of the token's weight. The paper has no lower
+bound (eps_low = 1) and gives no number for eps_high. 0.28 is the value that dapo.py uses.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/cispo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/cispo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -113,9 +116,9 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps_low: float = 1.0  # rho weighs a token with 1 - clip_eps_low at least; 1 is no bound
-    clip_eps_high: float = 0.28  # rho weighs a token with 1 + clip_eps_high at most
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    clip_eps_low: float = 1.0  # eps_low: the weight of a token is at least 1 - eps_low; 1: no lower bound
+    clip_eps_high: float = 0.28  # eps_high: the weight of a token is at most 1 + eps_high
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -124,17 +127,17 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The 1e-4 is ours, because equal scores have a std of 0. The std divides by k - 1.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE with a clipped ratio as the weight (Eq. 4, 5): the mean over tokens.
+    """Return the loss with a clipped ratio as the weight (Eq. 4, 5): the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there and the ratio is 1.
     """
     advantages = batch["advantages"]
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)

@@ -2,26 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""DAPO: GRPO with a wider upper clip, the mean over tokens, dynamic sampling, a penalty on long responses.
+"""DAPO: GRPO with a wider upper clip, a mean over tokens, dynamic sampling and a penalty on length.
 
-Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, section
-3. To each prompt pi_old samples k = samples_per_prompt responses, of T_i tokens, with the scores r_i. With
-L_max = max_response_length, L_cache = overlong_buffer, eps_low = clip_eps_low and eps_high = clip_eps_high:
+Qiying Yu et al., "DAPO", arXiv 2503.14476, section 3. It has no KL term. For each prompt, the policy samples
+k = samples_per_prompt responses with scores r_1 ... r_k. Dynamic sampling replaces groups of equal scores.
 
-    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                       soft overlong    (Eq. 13)
+    r_i  <- r_i - max(0, T_i - (L_max - L_cache)) / L_cache                    penalty near L_max  (Eq. 13)
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_tok sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)          (Eq. 8)
+    loss  = -1/N_tok sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps_low, 1 + eps_high) A_i)         (Eq. 8)
 
-N_tok counts the tokens of one optimizer step over all ranks; in the paper, of a group. Dynamic sampling
-(Eq. 11): a group of equal raw scores says nothing about the task, and gives way to another prompt. No KL.
-Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.3 to 0.99), or a real one on 8 GPUs:
-
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
+    N_tok  tokens of an optimizer step, on all ranks       eps_*     clip_eps_low, clip_eps_high
+    L_max  max_response_length                             L_cache   overlong_buffer
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (a minute, score 0.3 to 0.99), or a real model:
     python methods/dapo.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
-        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a \
-        --overlong_buffer 205
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --batch_size 1024 --gradient_checkpointing \
+    --dataset prompts.jsonl --micro_batch_size 4 --learning_rate 1e-6 --run_dir runs/a --overlong_buffer 205 \
+    --model Qwen/Qwen2.5-1.5B-Instruct --reward my_reward.py:score --max_response_length 1024 --dtype bfloat16
 """
 
 import copy
@@ -112,11 +111,11 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps_low: float = 0.2  # no gradient where rho < 1 - clip_eps_low and A < 0
-    clip_eps_high: float = 0.28  # no gradient where rho > 1 + clip_eps_high and A > 0
-    overlong_buffer: int = 8  # L_cache: the score falls by up to 1 over the last so many tokens; 0: off
-    max_rollouts: int = 10  # rollouts sampled at most for one batch, on each rank
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    clip_eps_low: float = 0.2  # eps_low: stop pushing a token down once its ratio is below 1 - eps_low
+    clip_eps_high: float = 0.28  # eps_high: stop pushing a token up once its ratio is above 1 + eps_high
+    overlong_buffer: int = 8  # L_cache: subtract up to 1 from the score over the last L_cache tokens; 0: off
+    max_rollouts: int = 10  # sample at most this many rollouts for one batch, on each rank
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -127,40 +126,30 @@ def compute_advantages(args, rollout):
     excess = rollout["response_mask"].sum(1) - args.max_response_length + args.overlong_buffer  # (B,)
     penalty = excess.clamp(min=0).to(rollout["scores"]) / max(1, args.overlong_buffer)
     groups = (rollout["scores"] - penalty).view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The 1e-4 is ours, because equal scores have a std of 0. The std divides by k - 1.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (Eq. 8): the mean over tokens.
-
-    logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
-    optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
-    """
+    """Return the clipped objective (Eq. 8): the mean over tokens. Padding adds 0, because A is 0 there."""
     advantages = batch["advantages"]
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
     loss = -torch.min(unclipped, clipped).sum() / num_tokens
-
     clip_fraction = (clipped < unclipped).sum() / num_tokens
     return loss, {"policy_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 def is_useful(args, rollout):
-    """Return for each response (B,) if the scores of its group differ, so that it has an advantage."""
+    """Return (B,) whether the scores of a response's group differ, so that it has an advantage."""
     groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
     return (groups.amax(1) > groups.amin(1)).repeat_interleave(args.samples_per_prompt)
 
 
 def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
-    """Replace groups of equal raw scores by groups of other prompts, up to max_rollouts rollouts (Eq. 11).
-
-    Each rank samples as often as it needs; groups of equal scores fill up what is missing at the end. Return
-    the batch, its rows of the dataset, and metrics of all responses that were sampled on all ranks.
-    """
+    """Replace groups of equal raw scores by groups of other prompts, up to max_rollouts rollouts (Eq. 11)."""
     k = args.samples_per_prompt
     local_batch = len(rows)
     for _ in range(args.max_rollouts - 1):
@@ -181,7 +170,6 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
                 rollout[name] = torch.nn.utils.rnn.pad_sequence(
                     responses, batch_first=True, padding_side="left"
                 )
-
     useful = is_useful(args, rollout)
     count = total(torch.ones_like(rollout["raw_scores"]))
     metrics = {
@@ -189,8 +177,7 @@ def dynamic_sampling(args, policy, tokenizer, reward, dataset, rollout, rows):
         "equal_groups": total(~useful) / count,
         "rollouts": count / args.batch_size,
     }
-    # Useful responses come first. The sort is stable, so that groups stay together.
-    chosen = useful.int().argsort(descending=True, stable=True)[:local_batch]
+    chosen = useful.int().argsort(descending=True, stable=True)[:local_batch]  # stable keeps groups together
     return {name: tensor[chosen] for name, tensor in rollout.items()}, [rows[i] for i in chosen], metrics
 
 

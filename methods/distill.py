@@ -2,21 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""On-policy distillation: a sampled token's advantage is how much more likely the teacher finds it.
+"""On-policy distillation: the policy samples, and a teacher rates each of the sampled tokens.
 
 Kevin Lu and Thinking Machines Lab, "On-Policy Distillation", thinkingmachines.ai/blog/on-policy-distillation,
-2025, after Rishabh Agarwal et al., arXiv 2306.13649, whose divergence over the whole vocabulary is in gkd.py.
-To each prompt pi_old samples a response; o_t is token t. pi_theta is the same policy with gradient,
-pi_teacher the frozen --teacher, a model with the same tokenizer:
+2025, after Rishabh Agarwal et al., arXiv 2306.13649. For each prompt, the policy, which is the student,
+samples a response.
 
     A_t  = log pi_teacher(o_t) - log pi_old(o_t)
-    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)          no ratio, no clip
+    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t)                                     no ratio, no clip
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. The
-expected gradient is that of the token's reverse KL to the teacher, in the states that the student visits. A
-token is not blamed for the KL of later ones. The score is logged and does not train. There is one step per
-rollout, since nothing corrects for a policy that has moved.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta    the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old      the policy that sampled the responses
+                                                           pi_teacher  the frozen --teacher
+
+The KL to the teacher is the objective, and no other KL term keeps the policy close to --model. The expected
+gradient is the gradient of each token's KL(pi_theta || pi_teacher), after the tokens that the student
+sampled. A token is not charged for the KL of later tokens. The score is only logged and does not affect
+training. There is one step per rollout, since nothing corrects for a policy that has moved. gkd.py compares
+the probabilities of all tokens and not only of the sampled token. In sdpo.py the policy is its own teacher.
+The teacher needs the tokenizer of the policy.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/distill.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/distill.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,11 +116,11 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    teacher: str = "toy/teacher"  # model with the same tokenizer: folder or hub id of a causal LM
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    teacher: str = "toy/teacher"  # model with the same tokenizer: local folder or Hub id of a causal LM
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
     kl_coef: ClassVar[float] = 0.0  # the KL to the teacher is the objective, not a penalty
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -126,11 +131,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE: the mean over tokens.
+    """Return the loss: the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_tokens
     return loss, {"policy_loss": loss.detach()}

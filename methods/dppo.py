@@ -2,22 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""DPPO: GRPO with a bound on the change of a token's probability in place of the clip of its ratio.
+"""DPPO: GRPO that limits how far the probability of a token moves, instead of clipping its ratio.
 
 Penghui Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879, the variant
-Binary-TV. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
-pi_old is the policy that sampled them, pi_theta the policy in training, sg stops the gradient:
+Binary-TV. For each prompt, the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    d_t   = pi_theta(o_t) - pi_old(o_t)               TV distance of the two choices "o_t" and "another token"
+    d_t   = pi_theta(o_t) - pi_old(o_t)
     v_t   = 0 if (A_i > 0 and d_t > delta) or (A_i <= 0 and d_t < -delta), else 1
     loss  = -1/N_tok sum_i sum_t v_t sg(min(rho_t, max_ratio)) A_i log pi_theta(o_t)
 
-N_tok counts the response tokens of one optimizer step over all ranks. A bound on the ratio is tight for a
-rare token and loose for a likely one: 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. A bound on the
-difference of the probabilities does the reverse. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    sg     stops the gradient
+
+There is no KL term, so nothing keeps the policy close to --model. |d_t| is the total variation distance if
+there are only two outcomes, o_t and any other token. grpo.py limits the ratio instead, which is tight for a
+rare token and loose for a likely token, since 0.001 to 0.002 is a ratio of 2, and so is 0.4 to 0.8. Here the
+likely token exceeds the limit and the rare token does not.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/dppo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dppo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -113,9 +117,9 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    delta: float = 0.15  # no gradient where the probability has moved by more, in the direction of A
-    max_ratio: float = 20.0  # rho weighs a token with this at most
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    delta: float = 0.15  # stop pushing a token once its probability has moved by delta in the direction of A
+    max_ratio: float = 20.0  # the weight of a token is its ratio, but at most max_ratio
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -124,17 +128,17 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The 1e-4 is ours, because equal scores have a std of 0. The std divides by k - 1.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on the tokens inside the trust region, weighted by their ratio: the mean over tokens.
+    """Return the loss of the tokens inside the trust region, weighted by their ratio: the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there and no probability has moved.
     """
     advantages = batch["advantages"]
     old_logprobs = batch["old_logprobs"]

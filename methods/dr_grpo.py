@@ -2,21 +2,24 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""Dr. GRPO: GRPO without the two divisions that bias it, by the group's std and by the response's length.
+"""Dr. GRPO: GRPO without its two biases, the divisions by the group's std and by the length.
 
 Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783, section
-3.2. To each prompt the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is
-the policy that sampled them, pi_theta the policy in training. With eps = clip_eps and
-L_max = max_response_length:
+3.2. For each prompt, the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
 
-    A_i   = r_i - mean(r)
+    A_i   = r_i - mean(r)                                                                 mean of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
     loss  = -1/N_seq sum_i 1/L_max sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
 
-N_seq counts the responses of one optimizer step over all ranks. L_max is a constant, so a token has the same
-weight in a short response and in a long one. On policy the expected gradient is that of the mean score, times
-(k - 1)/(k L_max); rloo.py's has no such factor. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_seq  responses of an optimizer step, on all ranks    pi_old    the policy that sampled the responses
+    L_max  max_response_length                             eps       clip_eps
+
+There is no KL term, so nothing keeps the policy close to --model. L_max is a constant, so a token of a short
+response and a token of a long response have the same weight. grpo.py gives more weight to the tokens of short
+responses, and to prompts with nearly equal scores. On policy, the expected gradient is the gradient of the
+mean score, times (k - 1)/(k L_max). In rloo.py this factor is 1.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/dr_grpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dr_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -112,7 +115,7 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
@@ -127,11 +130,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective: a response's sum over tokens / max_response_length, then the mean over responses.
+    """Return the clipped objective: the sum over tokens / max_response_length, then the mean over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there and the ratio is 1.
     """
     advantages = batch["advantages"]
     ratio = (logprobs - batch["old_logprobs"]).exp()  # rho, (b, T)

@@ -2,21 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""FlashREINFORCE: one response per prompt; a gate leaves out responses of a sampler too far from the policy.
+"""FlashREINFORCE: REINFORCE with a gate that drops responses of a sampler too far from the policy.
 
-Jian Hu, Yifan Zhang et al., "FlashREINFORCE", NVIDIA, September 2026. To each prompt pi_old samples one
-response, with the score r_i; pi_theta is the policy in training. In asynchronous training pi_old is some
-updates behind it. o_t is token t and sg stops the gradient. With p_t = pi_old(o_t) and q_t = pi_theta(o_t):
+Jian Hu, Yifan Zhang et al., "FlashREINFORCE", NVIDIA, September 2026. For each prompt, the policy samples a
+response. Response i of the batch has the score r_i. In asynchronous training, pi_old is some updates behind.
 
-    A_i  = r_i - mean(r)                                                the mean over the batch of all ranks
-    d_t  = p_t log(p_t / q_t) + (1 - p_t) log((1 - p_t) / (1 - q_t))    KL over two outcomes: o_t, or not o_t
-    g_i  = 1 if 1/T_i sum_t d_t <= delta, else 0                        the gate
-    loss = -1/N_seq sum_i g_i A_i 1/T_i sum_t sg(q_t / p_t) log q_t                               (Eq. 5-11)
+    A_i  = r_i - mean(r)                                               the mean over the batch of all ranks
+    d_t  = p_t log(p_t / q_t) + (1 - p_t) log((1 - p_t) / (1 - q_t))
+    g_i  = 1 if 1/T_i sum_t d_t <= delta, else 0                                                   the gate
+    loss = -1/N_seq sum_i g_i A_i 1/T_i sum_t sg(q_t / p_t) log q_t                              (Eq. 5-11)
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
-included. Both count what the gate leaves out. One step per rollout. Here pi_old is pi_theta: up to rounding
-the ratio is 1 and every gate open, as reinforce.py without KL and with 1/T_i. Left out: the filter of App. C.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
+    N_seq  responses of an optimizer step, on all ranks    p_t       pi_old(o_t)
+    sg     stops the gradient                              q_t       pi_theta(o_t)
+
+There is no KL term, so nothing keeps the policy close to --model. d_t is the KL over two outcomes, o_t and
+any other token. N_seq and T_i include what the gate drops. There is one step per rollout. Here pi_theta is
+pi_old before the step, so up to rounding every ratio is 1 and every gate is open, and only the KL and 1/T_i
+differ from reinforce.py. variants/flash_reinforce_async.py has older samplers. Not implemented: Appendix C.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/flash_reinforce.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/flash_reinforce.py \
@@ -111,10 +116,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    delta: float = 0.003  # no gradient from a response whose mean divergence from pi_old is larger
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    delta: float = 0.003  # drop a response once its mean divergence from pi_old is larger than delta
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout
     update_epochs: ClassVar[int] = 1
 
@@ -128,17 +133,17 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE with a weight per token and a gate per response: the mean over a response's tokens.
+    """Return the loss with a weight per token and a gate per response: the mean over tokens, then responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages and divergences are 0 there.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
     new_logprobs = logprobs.detach()
     old_logprobs = batch["old_logprobs"]
 
-    # Off 0 and 1, where the logarithms are infinite. On padding p equals q, and the divergence is 0.
+    # Keep p and q off 0 and 1, where a logarithm is infinite. On padding p equals q, so that d is 0.
     p = old_logprobs.exp().clamp(1e-6, 1 - 1e-6)  # (b, T)
     q = new_logprobs.exp().clamp(1e-6, 1 - 1e-6)
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()  # d, below 0 only by rounding

@@ -2,22 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""GDPO: several rewards per response, each normalized within its group before they are added up.
+"""GDPO: GRPO with several rewards, each normalized within its group before they are added.
 
 Shih-Yang Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-Optimization", arXiv 2601.05242, section 3. To each prompt pi_old samples k = samples_per_prompt responses.
-Each has R scores r_1 ... r_R. pi_theta is the policy in training. w = reward_weights and eps = clip_eps:
+Optimization", arXiv 2601.05242, section 3. For each prompt, the policy samples k = samples_per_prompt
+responses. Each has R scores r_1 ... r_R, one from each reward.
 
-    A_j   = (r_j - mean(r_j)) / (std(r_j) + 1e-4)      for each reward, mean and std of the group    (Eq. 4)
-    A     = w_1 A_1 + ... + w_R A_R                    w is 1 by default                         (Eq. 5, 7)
-    A    <- (A - mean(A)) / std(A)                     over the responses of all ranks               (Eq. 6)
+    A_j   = (r_j - mean(r_j)) / (std(r_j) + 1e-4)      for each reward, mean and std of the group   (Eq. 4)
+    A     = w_1 A_1 + ... + w_R A_R                           w = reward_weights, 1 by default   (Eq. 5, 7)
+    A    <- (A - mean(A)) / std(A)                                over the responses of all ranks   (Eq. 6)
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    loss  = -1/N_seq sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)             (Eq. 3)
+    loss  = -1/N_seq sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)            (Eq. 3)
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i, a sampled EOS
-included; std(r_j) divides by k - 1. The paper has no 1e-4 in Eq. 4, and an epsilon in Eq. 6. grpo.py
-normalizes the sum of the scores, where a reward of large spread hides the others. No KL. Left out: Eq. 8.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
+    N_seq  responses of an optimizer step, on all ranks    eps       clip_eps
+
+There is no KL term, so nothing keeps the policy close to --model. grpo.py normalizes the sum of the scores,
+in which a reward of large spread hides the others. The paper has an epsilon in Eq. 6 and no 1e-4 in Eq. 4.
+Not implemented: Eq. 8.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/gdpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gdpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,10 +115,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    reward_weights: list[float] | None = None  # w: a factor for each normalized reward; None: all 1
+    reward_weights: list[float] | None = None  # w: the weight of each normalized reward; None: all 1
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
@@ -128,7 +132,7 @@ def compute_advantages(args, rollout):
     groups = scores.view(-1, args.samples_per_prompt, R)  # (prompts, k, R)
     weights = groups.new_tensor(args.reward_weights or [1.0] * R)
     check(len(weights) == R, f"--reward_weights {args.reward_weights}: give {R}, one for each reward")
-    # The 1e-4 is ours, because equal scores have a std of 0.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     normalized = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     sums = normalized @ weights  # (prompts, k)
     variance = total(sums.square()) / (len(scores) * WORLD_SIZE)  # the mean is 0
@@ -136,11 +140,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective (Eq. 3): the mean over a response's tokens, then over responses.
+    """Return the clipped objective (Eq. 3): the mean over a response's tokens, then over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there and the ratio is 1.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
     advantages = batch["advantages"]

@@ -4,17 +4,20 @@
 # ///
 """GKD: on-policy distillation with a divergence over the whole vocabulary.
 
-Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, Algorithm 1. The
-student, the policy, samples a response to each prompt. At each token q is its distribution, with gradient,
-and p that of the frozen --teacher, a model with the same tokenizer, both at the sampling temperature:
+Rishabh Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, Algorithm 1. For each
+prompt, the policy, which is the student, samples a response.
 
     m    = beta p + (1 - beta) q
-    D_t  = beta KL(p||m) + (1 - beta) KL(q||m)          KL(p||q) at beta = 0, KL(q||p) at beta = 1
+    D_t  = beta KL(p || m) + (1 - beta) KL(q || m)           KL(p || q) at beta = 0, KL(q || p) at beta = 1
     loss = 1/N_tok sum_i sum_t D_t
 
-N_tok counts the response tokens of the step over all ranks, EOS included. distill.py estimates KL(q||p) by
-the sampled token. The student samples all responses: lambda is 1. Memory: 11 tensors (b, T, vocabulary).
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+    p      the frozen --teacher's distribution of token t  q         the distribution of the trained policy
+    N_tok  tokens of an optimizer step, on all ranks       beta      --beta
+
+p and q are at the sampling temperature. There is no other KL term. distill.py estimates KL(q || p) from the
+sampled token. The update needs up to 11 tensors (b, T, vocabulary). There is one step per rollout, since
+nothing corrects for a policy that has moved. Not implemented: responses from a dataset (lambda below 1).
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/gkd.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gkd.py --model Qwen/Qwen2.5-0.5B-Instruct \
@@ -109,13 +112,13 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    teacher: str = "toy/teacher"  # model with the same tokenizer: folder or hub id of a causal LM
+    teacher: str = "toy/teacher"  # model with the same tokenizer: local folder or Hub id of a causal LM
     beta: float = 0.5  # 0: KL(teacher||student), 1: KL(student||teacher), between: generalized Jensen-Shannon
     top_k: int = 0  # compare the teacher's k likeliest tokens, and the rest as one outcome; 0: all tokens
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
     min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL to the policy before training, so no reference is loaded
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: ClassVar[float] = 0.0  # no KL term to --model, so no reference is loaded
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -126,18 +129,18 @@ def compute_advantages(args, rollout):
 
 
 def merge_rest(logprobs, kept):
-    """Log-probs (b, T, k+1): those of the kept tokens (b, T, k), and of all other tokens as one outcome."""
+    """Return log-probs (b, T, k+1) of the kept tokens (b, T, k), and of all other tokens as one outcome."""
     rest = logprobs.scatter(2, kept, -math.inf).logsumexp(2, keepdim=True)
     return torch.cat([logprobs.gather(2, kept), rest], dim=2)
 
 
 def kl_divergence(logprobs, other_logprobs):
-    """KL (b, T) of one distribution to another, from log-probs (b, T, V)."""
+    """Return the KL (b, T) of one distribution to another, from log-probs (b, T, V)."""
     return (logprobs.exp() * (logprobs - other_logprobs)).sum(-1)
 
 
 def divergence(args, student_logprobs, teacher_logprobs):
-    """D (b, T), the generalized Jensen-Shannon divergence, from log-probs (b, T, V)."""
+    """Return D (b, T), the generalized Jensen-Shannon divergence, from log-probs (b, T, V)."""
     if args.beta == 0:
         return kl_divergence(teacher_logprobs, student_logprobs)
     if args.beta == 1:
@@ -151,9 +154,10 @@ def divergence(args, student_logprobs, teacher_logprobs):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """The divergence: the mean over tokens, from the log-probs (b, T, V) of all tokens in batch.
+    """Return the divergence: the mean over tokens, from the log-probs (b, T, V) of all tokens in batch.
 
-    num_sequences and num_tokens count the whole optimizer step, so that losses of micro-batches add up.
+    num_tokens counts the whole optimizer step, so that the losses of micro-batches and ranks add up. Padding
+    needs a mask, because the log-probs of all tokens are not 0 there, unlike the log-probs of sampled tokens.
     """
     student, teacher = batch["all_logprobs"], batch["teacher_all_logprobs"]
     if args.top_k:

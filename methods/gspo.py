@@ -2,21 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""GSPO: GRPO with one ratio per response, clipped as a whole; no critic.
+"""GSPO: GRPO with one ratio per response, so that a response is clipped as a whole; no critic.
 
-Chujie Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, section 4. To each prompt the
-policy samples k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is the policy that sampled
-them, pi_theta the policy in training. With eps_low = clip_eps_low and eps_high = clip_eps_high:
+Chujie Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, section 4. For each prompt, the
+policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
-    s_i   = exp(1/T_i sum_t log(pi_theta(o_t) / pi_old(o_t)))                                        (Eq. 7)
-    loss  = -1/N_seq sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)                    (Eq. 5)
+    s_i   = exp(1/T_i sum_t log(pi_theta(o_t) / pi_old(o_t)))                                       (Eq. 7)
+    loss  = -1/N_seq sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)                   (Eq. 5)
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. s_i
-is the geometric mean of its tokens' ratios, so close to 1 that the paper clips at 3e-4 and 4e-4. Rounding to
-bfloat16 moves it by more, hence float32 below. A response is clipped with all its tokens or not at all. There
-is no KL, as in the paper's equations.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
+    N_seq  responses of an optimizer step, on all ranks    eps_low   clip_eps_low
+                                                           eps_high  clip_eps_high
+
+There is no KL term, so nothing keeps the policy close to --model. s_i is the geometric mean of the ratios of
+a response's tokens. It stays so close to 1 that the paper clips at 3e-4 and 4e-4. Rounding to bfloat16 moves
+s_i by more than that, so the second command uses float32. A response is clipped with all its tokens or not at
+all, whereas grpo.py clips single tokens.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/gspo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/gspo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -112,9 +116,9 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    clip_eps_low: float = 3e-4  # no gradient where s < 1 - clip_eps_low and A < 0
-    clip_eps_high: float = 4e-4  # no gradient where s > 1 + clip_eps_high and A > 0
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    clip_eps_low: float = 3e-4  # eps_low: stop pushing a response down once its ratio is below 1 - eps_low
+    clip_eps_high: float = 4e-4  # eps_high: stop pushing a response up once its ratio is above 1 + eps_high
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -123,17 +127,17 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The 1e-4 is ours, because equal scores have a std of 0. The std divides by k - 1.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a ratio per response (Eq. 5): the mean over responses.
+    """Return the clipped objective with a ratio per response (Eq. 5): the mean over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
-    optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    optimizer step, so that the losses of micro-batches and ranks add up. Padding adds 0, because
+    log-ratios are masked in s, and advantages are 0 there.
     """
     mask = batch["response_mask"]
     lengths = mask.sum(1)  # (b,)

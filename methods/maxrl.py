@@ -2,22 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""MaxRL: GRPO's group with the mean of the scores in place of their std; REINFORCE, no clip.
+"""MaxRL: REINFORCE with the group's mean score as baseline and divisor, which favors hard prompts.
 
-Fahim Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. To each prompt pi_old
-samples k = samples_per_prompt responses with the scores r_1 ... r_k, 0 or 1; o_t is token t. pi_theta is
-the same policy with gradient:
+Fahim Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. For each prompt, the
+policy samples k = samples_per_prompt responses with the scores r_1 ... r_k, which are 0 or 1.
 
-    A_i  = (r_i - mean(r)) / mean(r)                   mean of the group; 0 if it is 0
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)  a response is one action: no 1/T, no clip
+    A_i  = (r_i - mean(r)) / mean(r)                                        mean of the group; 0 if it is 0
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)              a response is one action: no mean over t
 
-N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-REINFORCE ascends the pass rate p of a prompt, maximum likelihood ascends log p. This lies in between: the
-expected gradient is sum_j 1/j grad pass@j for j = 1 ... k-1, the series of log p cut off. (The paper's sum
-ends at k; leaving a group without a success at 0 costs one term.) A seldom solved prompt weighs up to k - 1
-times as much as in REINFORCE. There is one step per rollout, since nothing corrects for a policy that has
-moved. There is no KL.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.97), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_seq  responses of an optimizer step, on all ranks
+
+There is no KL term, so nothing keeps the policy close to --model. There is one step per rollout, since
+nothing corrects for a policy that has moved. REINFORCE maximizes the chance p that a response is right, and
+maximum likelihood maximizes log p. MaxRL lies in between: its expected gradient is sum_j 1/j grad pass@j for
+j = 1 ... k-1, a truncated series of log p, where pass@j is the chance that one of j responses is right. (The
+paper's sum ends at k, but a group without a right response has no advantage here, which costs one term.) A
+prompt that is seldom solved weighs up to k - 1 times as much as in rloo.py, which divides by nothing. grpo.py
+divides by the std.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/maxrl.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/maxrl.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -111,10 +114,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt; their scores must be 0 or 1
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score (0 or 1) is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -130,11 +133,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
+    """Return the loss of whole responses: the sum over a response's tokens, then the mean over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}

@@ -2,21 +2,25 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""OPO: several responses per prompt; the baseline is the mean score of the group, weighted by length.
+"""OPO: REINFORCE with several responses per prompt, compared with their length-weighted mean score.
 
-Yaru Hao et al., "On-Policy RL with Optimal Reward Baseline", arXiv 2505.23585. To each prompt pi_old samples
-k = samples_per_prompt responses, of T_i tokens, with the scores r_i; o_t is token t. pi_theta is the same
-policy with gradient:
+Yaru Hao et al., "On-Policy RL with Optimal Reward Baseline", arXiv 2505.23585. For each prompt, the policy
+samples k = samples_per_prompt responses with the scores r_1 ... r_k.
 
-    A_i  = r_i - sum_j T_j r_j / sum_j T_j                   long responses count more
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        a response is one action: no 1/T, no clip
+    A_i  = r_i - sum_j T_j r_j / sum_j T_j                        the mean of the group, weighted by length
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)              a response is one action: no mean over t
 
-N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-Among the baselines that are the same for all responses, the one of least variance weighs each score by the
-squared norm of the response's gradient. T_i stands for that norm: it assumes that the gradients of tokens are
-orthogonal and equally long, and that the loss sums over tokens (the authors' code takes their mean). There
-is one step per rollout and no KL. rloo.py weighs all scores equally and leaves r_i out of its baseline.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS
+    N_seq  responses of an optimizer step, on all ranks
+
+There is no KL term, so nothing keeps the policy close to --model. There is one step per rollout, since
+nothing corrects for a policy that has moved. If all responses to a prompt share a baseline, the variance is
+lowest with a mean in which each score is weighted by the squared norm of its response's gradient. T_i stands
+in for this norm, which assumes that the gradients of tokens are orthogonal and equally long, and that the
+loss sums over tokens (the authors' code takes the mean). rloo.py weights all scores equally and leaves r_i
+out of its baseline.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/opo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/opo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -110,10 +114,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt; the group has one baseline
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -128,11 +132,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE on whole responses: the sum over a response's tokens, then the mean over responses.
+    """Return the loss of whole responses: the sum over a response's tokens, then the mean over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}

@@ -2,21 +2,26 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""RAFT: several responses per prompt, the best of which is imitated.
+"""RAFT: several responses per prompt, of which only the best is imitated.
 
 Hanze Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", arXiv
-2304.06767; as a baseline in arXiv 2402.14740. To each prompt pi_old samples k = samples_per_prompt
-responses with the scores r_1 ... r_k; o_t is token t. pi_theta is the same policy with gradient, pi_ref
-the frozen --model. With beta = kl_coef:
+2304.06767; as a baseline in arXiv 2402.14740. For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
-    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))   one reward per response, the KL inside
-    A_i  = k for the best R of the group, else 0             the first of equals
-    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)        the mean over prompts, since A is k
+    R_i  = r_i - beta sum_t log(pi_old(o_t) / pi_ref(o_t))           one reward per response, the KL inside
+    A_i  = k for the best R of the group, else 0                                        the first of equals
+    loss = -1/N_seq sum_i A_i sum_t log pi_theta(o_t)                   the mean over prompts, since A is k
 
-N_seq counts the responses of one optimizer step over all ranks; the sampled EOS is a token of its response.
-There is one step per rollout, so each best response is imitated once. No response gets a negative weight:
-where all fail, the failure with the least KL is imitated. By how much the best was better does not matter.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.94), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_seq  responses of an optimizer step, on all ranks    pi_old    the policy that sampled the responses
+    beta   kl_coef                                         pi_ref    the frozen --model
+
+The sum in R_i estimates KL(pi_old || pi_ref) from one response, but only decides which response is best.
+There is one step per rollout, since nothing corrects for a policy that has moved. No response gets a negative
+weight. If all responses of a group fail, the failure with the smallest KL is imitated. By how much the best
+response is better does not matter. rloo.py learns from all responses, in proportion to their distance from
+the mean of the others. Not implemented: the paper's large batch, of which only the best responses are kept.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.94), or a real model:
 
     python methods/raft.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/raft.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -110,10 +115,10 @@ class Args:  # the comment after a flag becomes its --help text
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 8  # k: responses per prompt, of which the best is imitated
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: float = 0.01  # beta: weight of the KL penalty in the reward of a response
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: float = 0.01  # beta: weight of the KL term in the reward of a response
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -128,11 +133,11 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Imitation of the best responses: the sum over a response's tokens, then the mean over prompts.
+    """Return the loss of the best responses: the sum over a response's tokens, then the mean over prompts.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_sequences
     return loss, {"policy_loss": loss.detach()}

@@ -4,20 +4,23 @@
 # ///
 """SAPO: GRPO with a soft gate in place of the clip, so that the gradient fades instead of stopping.
 
-Chang Gao et al., "Soft Adaptive Policy Optimization", arXiv 2511.20347. To each prompt the policy samples
-k = samples_per_prompt responses with the scores r_1 ... r_k. pi_old is the policy that sampled them, pi_theta
-the policy in training:
+Chang Gao et al., "Soft Adaptive Policy Optimization", arXiv 2511.20347. For each prompt, the policy samples
+k = samples_per_prompt responses with the scores r_1 ... r_k.
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
     rho_t = pi_theta(o_t) / pi_old(o_t)
-    g_t   = 4/tau sigmoid(tau (rho_t - 1))            tau = tau_pos where A_i > 0, else tau_neg
+    g_t   = 4/tau sigmoid(tau (rho_t - 1))                        tau = tau_pos where A_i > 0, else tau_neg
     loss  = -1/N_seq sum_i 1/T_i sum_t g_t A_i
 
-N_seq counts the responses of one optimizer step over all ranks, T_i the tokens of response i and its EOS. The
-slope of g_t is 1 at rho_t = 1, so the first step of a rollout is grpo.py's; it falls on both sides, towards 0
-only above 1. A larger tau narrows the gate: negative advantages, which raise all other tokens, fade a little
-faster. There is no KL term.
-Train a toy model on sums such as "3 + 5 - 2 ?" (half a minute, score 0.3 to 0.98), or a real one on 8 GPUs:
+    o_t    token t of a response                           pi_theta  the policy being trained
+    T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
+    N_seq  responses of an optimizer step, on all ranks
+
+There is no KL term, so nothing keeps the policy close to --model. The slope of g_t is 1 at rho_t = 1, so the
+first step of a rollout is the same as in grpo.py. The slope falls on both sides of 1, but towards 0 only
+above 1. The slope of grpo.py is 1 up to the clip and then 0. A larger tau narrows the gate, so negative
+advantages, which raise all other tokens, fade a little faster than positive advantages.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python methods/sapo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/sapo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -113,9 +116,9 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    tau_pos: float = 1.0  # how fast the gate closes where A > 0
-    tau_neg: float = 1.05  # how fast the gate closes where A <= 0
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    tau_pos: float = 1.0  # tau where A > 0 (a larger tau makes the gradient fade faster)
+    tau_neg: float = 1.05  # tau where A <= 0 (a larger tau makes the gradient fade faster)
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
     update_epochs: int = 1  # passes over the rollout
 
@@ -124,17 +127,17 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The 1e-4 is ours, because equal scores have a std of 0. The std divides by k - 1.
+    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Objective with a soft gate: the mean over a response's tokens, then over responses.
+    """Return the objective with a soft gate: the mean over a response's tokens, then over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there, although the gate is 2 / tau.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
     advantages = batch["advantages"]

@@ -2,22 +2,24 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""SDPO: the policy is its own teacher, which has seen a right response to the prompt when it rates a token.
+"""SDPO: the policy teaches itself. Shown a right response, it rates what it sampled without it.
 
-Jonas Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv 2601.20802, section 2. To each
-prompt x the policy pi_old samples k = samples_per_prompt responses; o_t is token t. d is a demonstration: the
-row's column `demonstration`, or else another response of the group that scores success_score or more:
+Jonas Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv 2601.20802, section 2. For each
+prompt x, the policy samples k = samples_per_prompt responses. The demonstration d is the row's column
+`demonstration`, or otherwise another response of the group that scores success_score or more.
 
-    A_t  = log pi_old(o_t | x, d) - log pi_old(o_t | x)        0 if there is no demonstration        (Eq. 2)
-    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t | x)      no ratio, no clip                     (Eq. 1)
+    A_t  = log pi_old(o_t | x, d) - log pi_old(o_t | x)             0 if there is no demonstration  (Eq. 2)
+    loss = -1/N_tok sum_i sum_t A_t log pi_theta(o_t | x)                        no ratio, no clip  (Eq. 1)
 
-N_tok counts the response tokens of one optimizer step over all ranks, the sampled EOS among them. Eq. 1 is a
-KL over the whole vocabulary; the sampled token has the same expected gradient, with more noise. The score
-only chooses demonstrations: a group without a right response does not train. distill.py has another model as
-teacher. This is the paper's regime without feedback from the environment. Left out are its moving average of
-the teacher, without which a long run can collapse, and its Jensen-Shannon divergence over the 100 likeliest
-tokens.
-Train a toy model on sums such as "3 + 5 - 2 ?" (a minute, score 0.4 to 0.94), or a real one on 8 GPUs:
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+
+There is no KL term, so nothing keeps the policy close to --model. There is one step per rollout, since
+nothing corrects for a policy that has moved. Eq. 1 is a KL over the whole vocabulary. The sampled token has
+the same expected gradient, with more noise. The score only chooses demonstrations. In distill.py the teacher
+is another model. Not implemented: feedback from the environment, a moving average of the teacher (without it,
+a long run can collapse), the Jensen-Shannon divergence over the 100 likeliest tokens.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (a minute, score 0.4 to 0.94), or a real model:
 
     python methods/sdpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/sdpo.py --model Qwen/Qwen2.5-7B-Instruct \
@@ -114,10 +116,10 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     template: str = "{demonstration} {prompt}"  # the text of a prompt with a demonstration
     success_score: float = 1.0  # a response with this score or more is a demonstration for the others
-    samples_per_prompt: int = 8  # k: responses per prompt, which demonstrate to each other
+    samples_per_prompt: int = 8  # k: responses per prompt; right ones are demonstrations for the others
     min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
-    kl_coef: ClassVar[float] = 0.0  # no KL to the policy before training, so no reference is loaded
-    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout: no ratio corrects for a second
+    kl_coef: ClassVar[float] = 0.0  # no KL term to --model, so no reference is loaded
+    num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
 
 
@@ -128,18 +130,18 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE: the mean over tokens.
+    """Return the loss: the mean over tokens.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages are 0 there.
     """
     loss = -(batch["advantages"] * logprobs).sum() / num_tokens
     return loss, {"policy_loss": loss.detach()}
 
 
 def teach(args, policy, tokenizer, rows, rollout):
-    """Log-probs (B, T) of the responses after a demonstration; old_logprobs for those that have none."""
+    """Return log-probs (B, T) of responses after a demonstration, and old_logprobs where there is none."""
     texts = tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True)
     is_right = (rollout["raw_scores"] >= args.success_score).tolist()
     has_demonstration = torch.zeros(len(rows), dtype=torch.bool, device=policy.device)
