@@ -277,9 +277,10 @@ def sync(root: Path = ROOT) -> int:
         docstring, block = OWN.findall(source)
         text, missing = carry(bare[name], before, after, then)
         lost[name] += missing
-        if name in scripts and not missing:  # it may have inserted lines
-            changed = [x for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
-            own[name] = [shown(after, x) for x in changed]
+        if name in scripts and not missing:
+            own[name] = [shown(after, x) for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
+        if inserts(name):  # and it may have other lines than grpo.py, if it had them before
+            own[name] = [x for x in own[name] if x not in {shown(before, y) for y in edits(before, then)}]
         if name in parents:
             changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
             parent = changed[0] if changed else parents[name]
