@@ -90,6 +90,11 @@ variant:
 patch:
 	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) "$(or $(TO),runs)"
 
+# make mix ADVANTAGE=rloo LOSS=dapo: write runs/rloo_dapo.py, which is rloo.py with the loss of dapo.py.
+# TO=methods makes it a script that make variant and make patch take.
+mix:
+	@$(PYTHON) tools/mix.py $(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo)) $(or $(LOSS),$(error give a script: LOSS=dapo)) "$(or $(TO),runs)"
+
 # make sync: carry an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
 	@$(PYTHON) tools/sync.py
@@ -121,6 +126,6 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: help demo test format tables results pictures vectors test-newest test-long test-vllm gpu-check real docs test-docs variant patch sync diff
+.PHONY: help demo test format tables results pictures vectors test-newest test-long test-vllm gpu-check real docs test-docs variant patch mix sync diff
 .PRECIOUS: .venv/group-%
 .NOTPARALLEL:

@@ -99,6 +99,11 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     return [feature for feature, variant in features(root).items() if variant == name]
 
 
+def inserts(name: str) -> int:
+    """How many lines a script may insert. A mix, as ppo_gspo, is named after its advantage and its loss."""
+    return max((count for script, count in INSERTS.items() if f"{name}_".startswith(f"{script}_")), default=0)
+
+
 def skeleton(source: str) -> str:
     """The source with docstring and estimator block replaced by a line each."""
     bare, count = OWN.subn("# own", source)
@@ -245,7 +250,7 @@ def sync(root: Path = ROOT) -> int:
     sources = {name: pin(text, requirements) for name, text in texts.items()}
     bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
     blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
-    commit = last_agreement(root, [name for name in scripts if name != "grpo" and name not in INSERTS])
+    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserts(name)])
     # What the last `make sync` left, perhaps not committed yet: a script and the skeleton that it agreed with, its
     # estimator block and its parent's
     memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
@@ -272,9 +277,10 @@ def sync(root: Path = ROOT) -> int:
         docstring, block = OWN.findall(source)
         text, missing = carry(bare[name], before, after, then)
         lost[name] += missing
-        if name in scripts and not missing:  # it may have inserted lines
-            changed = [x for x in edits(after, text) if name not in INSERTS or x[0] < x[1]]
-            own[name] = [shown(after, x) for x in changed]
+        if name in scripts and not missing:
+            own[name] = [shown(after, x) for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
+        if inserts(name):  # and it may have other lines than grpo.py, if it had them before
+            own[name] = [x for x in own[name] if x not in {shown(before, y) for y in edits(before, then)}]
         if name in parents:
             changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
             parent = changed[0] if changed else parents[name]
@@ -326,8 +332,9 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
     text = bare[name]
+    halves = [x for x in bare if f"{script}_".startswith(f"{x}_") or script.endswith(f"_{x}")]  # of a mix
     for feature in chosen:
-        for other in (script, *present):
+        for other in (*halves, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
