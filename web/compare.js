@@ -1,4 +1,4 @@
-// The page Compare: two scripts side by side, on a phone below each other. LINES, SCRIPTS and HUNKS come from data.js.
+// The page Compare: two scripts side by side, on a phone below each other. What is in capitals comes from data.js.
 const $ = (id) => document.getElementById(id);
 const CONTEXT = 3; // equal lines that stay visible before and after a change
 let at; // the change that the keys have reached, or -1
@@ -19,24 +19,45 @@ function place(name, line) {
   return heads.findLast((head) => head)?.[0] ?? "";
 }
 
-function draw(a, b) {
+/** The changes, cut in two where both docstrings end: up to there and from there on. */
+function parts(a, b) {
+  const ends = [SCRIPTS[a].head, SCRIPTS[b].head];
+  const cut = (from, to) => ([a0, a1, b0, b1]) =>
+    [Math.max(a0, from[0]), Math.min(a1, to[0]), Math.max(b0, from[1]), Math.min(b1, to[1])];
+  const isSome = ([a0, a1, b0, b1]) => a0 <= a1 && b0 <= b1 && (a0 < a1 || b0 < b1);
+  const part = (from, to) => HUNKS[`${a}..${b}`].map(cut(from, to)).filter(isSome);
+  return [part([0, 0], ends), part(ends, [Infinity, Infinity])];
+}
+
+/** The lines between two places. Equal lines are folded, but for those beside a change. */
+function draw(a, b, changes, [startA, startB], [endA, endB]) {
   const rows = (kind, a0, a1, b0, b1) =>
     `<div class="${kind}">${column("a", a, a0, a1)}${column("b", b, b0, b1)}</div>`;
-  const [endA, endB] = [a, b].map((name) => SCRIPTS[name].lines.length);
-  let [html, doneA, doneB] = ["", 0, 0];
-  for (const [a0, a1, b0, b1] of [...HUNKS[`${a}..${b}`], [endA, endA, endB, endB]]) {
+  let [html, doneA, doneB] = ["", startA, startB];
+  for (const [a0, a1, b0, b1] of [...changes, [endA, endA, endB, endB]]) {
     const same = (first, end) => rows("same", first - doneB + doneA, end - doneB + doneA, first, end);
-    const [from, to] = [doneB && doneB + CONTEXT, b0 == endB ? b0 : b0 - CONTEXT]; // what is folded
+    const from = doneB == startB ? doneB : doneB + CONTEXT; // what is folded
+    const to = b0 == endB ? b0 : b0 - CONTEXT;
     const summary = `<summary>${to - from} equal lines <span>${place(b, b0)}</span></summary>`;
     const fold = () => `${same(doneB, from)}<details>${summary}${same(from, to)}</details>${same(to, b0)}`;
     html += to - from > 1 ? fold() : same(doneB, b0);
     if (a0 < a1 || b0 < b1) html += rows("hunk", a0, a1, b0, b1);
     [doneA, doneB] = [a1, b1];
   }
-  $("diff").innerHTML = html;
+  return html;
 }
 
-const hunks = () => [...$("diff").querySelectorAll(".hunk")];
+/** Both scripts. What stands up to the end of the docstring is folded to one line. */
+function drawBoth(a, b) {
+  const [heads, others] = parts(a, b);
+  const ends = [SCRIPTS[a].head, SCRIPTS[b].head];
+  const all = [a, b].map((name) => SCRIPTS[name].lines.length);
+  const summary = `<summary>Docstring: ${sizeOf(heads)} lines differ <span>show</span></summary>`;
+  $("diff").innerHTML = `<details class="head">${summary}${draw(a, b, heads, [0, 0], ends)}</details>` +
+    draw(a, b, others, ends, all);
+}
+
+const hunks = () => [...$("diff").querySelectorAll(":not(details:not([open])) > .hunk")];
 
 /** The words and signs of a column, each with the space behind it. */
 function words(column) {
@@ -94,22 +115,31 @@ function unfold(open) {
   $("fold").setAttribute("aria-pressed", open);
 }
 
-const countOf = (pair) => (HUNKS[pair] ?? []).reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
+const sizeOf = (changes) => changes.reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
 
-/** A table of all pairs of scripts with the number of lines that differ, and the names to choose from. */
+/** How many lines of each kind differ, in words. */
+function kinds(a, b) {
+  const [names, counts] = [{ m: "the method", c: "the other code", f: "flags", t: "text" }, {}];
+  for (const [a0, a1, b0, b1] of HUNKS[`${a}..${b}`])
+    for (const kind of SCRIPTS[a].kinds.slice(a0, a1) + SCRIPTS[b].kinds.slice(b0, b1))
+      counts[kind] = (counts[kind] ?? 0) + 1;
+  const found = Object.keys(names).filter((kind) => counts[kind]);
+  return found.map((kind, i) => `${counts[kind]}${i ? "" : " lines"} of ${names[kind]}`).join(", ");
+}
+
+/** A table of all pairs of methods with the number of lines that differ, and the names of all scripts to choose from. */
 function drawPairs() {
-  const names = Object.keys(SCRIPTS);
   const cell = (pair) => {
-    const count = countOf(pair);
-    const share = Math.min(Math.round(4 * Math.sqrt(count)), 100); // how strong the colour is
+    const count = sizeOf(HUNKS[pair] ?? []);
+    const share = Math.min(count / 2, 100); // how strong the colour is
     return `<td style="--share:${share}%">${count ? `<a href="#${pair}">${count}</a>` : ""}</td>`;
   };
-  const head = names.map((name) => `<th scope="col"><span>${name}</span></th>`);
-  const row = (a) => `<tr><th scope="row">${a}</th>${names.map((b) => cell(`${a}..${b}`)).join("")}</tr>`;
+  const head = METHODS.map((name) => `<th scope="col"><span>${name}</span></th>`);
+  const row = (a) => `<tr><th scope="row">${a}</th>${METHODS.map((b) => cell(`${a}..${b}`)).join("")}</tr>`;
   $("matrix").innerHTML =
-    `<table class="matrix"><thead><tr><th></th>${head.join("")}</tr></thead>${names.map(row).join("")}</table>`;
+    `<table class="matrix"><thead><tr><th></th>${head.join("")}</tr></thead>${METHODS.map(row).join("")}</table>`;
   for (const side of ["a", "b"])
-    $(side).insertAdjacentHTML("beforeend", names.map((name) => `<option>${name}</option>`).join(""));
+    $(side).insertAdjacentHTML("beforeend", Object.keys(SCRIPTS).map((name) => `<option>${name}</option>`).join(""));
 }
 
 /** What the address says: two scripts, or else all pairs. */
@@ -122,10 +152,10 @@ function show() {
   $("unknown").textContent = isKnown || !wanted ? "" : `There are no two scripts "${wanted}".`;
   [$("a").value, $("b").value] = [a, b];
   if (!isKnown) return;
-  $("count").textContent = `${countOf(wanted)} lines differ`;
+  $("count").textContent = kinds(a, b);
   const title = ({ path, title }) => `<p><a href="${path}.html">${path}</a> ${title}</p>`;
   $("titles").innerHTML = title(SCRIPTS[a]) + title(SCRIPTS[b]);
-  draw(a, b);
+  drawBoth(a, b);
   unfold(false);
   markWords();
   scrollTo(0, 0);

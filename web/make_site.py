@@ -97,16 +97,24 @@ def write_data(scripts: dict[str, Path]) -> None:
     """What Compare shows, as a script: a page that is opened from disk may not fetch.
 
     The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
+    A letter says what a line is: code of the method, other code, a flag, text, or nothing. `head` is the number of
+    lines up to the end of the docstring.
     """
-    numbers, data = {}, {}
+    numbers, data, methods = {}, {}, (ROOT / "docs" / "methods.md").read_text()
     for name, path in scripts.items():
         source = path.read_text()
         lines = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
         title = re.search(r'^"""(.*)$', source, re.MULTILINE)[1]
         own = [numbers.setdefault(line, len(numbers)) for line in lines]
+        kinds = sync.kinds(source)
+        letters = ["m" if kind == ("method", "code") else kind[1][0] for kind in kinds]
+        letters = "".join(x if line.strip() else " " for x, line in zip(letters, source.splitlines()))
+        head = len(kinds) - [part for part, _ in reversed(kinds)].index("docstring")
         data[name] = {"path": path.relative_to(ROOT).as_posix(), "title": html.escape(title), "lines": own}
+        data[name] |= {"kinds": letters, "head": head}
+    families = sorted(sync.policy_scripts(), key=lambda name: methods.find(f"\n### {name}\n"))
     differences = {f"{a}..{b}": hunks(scripts[a], scripts[b]) for a in scripts for b in scripts if a != b}
-    values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences}
+    values = {"LINES": list(numbers), "SCRIPTS": data, "HUNKS": differences, "METHODS": families}
     constants = (f"const {key} = {json.dumps(value)};\n" for key, value in values.items())
     (WORK / "pages" / "data.js").write_text("".join(constants))
 

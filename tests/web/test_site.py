@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
 import sync
@@ -84,23 +85,40 @@ def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
 
 
 @pytest.mark.parametrize(("a", "b"), [("sft", "grpo"), ("grpo", "rloo"), ("grpo_fsdp", "grpo")])
-def test_compare_shows_exactly_the_lines_of_diff(a, b, visit):
+def test_compare_shows_exactly_the_lines_of_diff(a, b, visit, capsys):
+    """It counts them by kind, as make diff does, and opens with the docstring folded."""
     command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", PATHS[a], PATHS[b]]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n@@")[2].splitlines()
     gone, new = ([line[1:] for line in lines if line[:1] == sign] for sign in "-+")
-    page = visit("compare.html")
-    assert page.locator("#matrix a").count() == len(PATHS) * (len(PATHS) - 1)
-    cell = page.locator(f"#matrix a[href$='#{a}..{b}']")
-    assert int(cell.inner_text()) == len(gone + new)
-    cell.click()
-    playwright.expect(page.locator("#count")).to_have_text(f"{len(gone + new)} lines differ")
+    sync.diff(a, b)
+    counts = Counter()
+    for title, words in re.findall(
+        r"^The (method|rest|docstring).*?: (.*)", capsys.readouterr().out, re.MULTILINE
+    ):
+        for number, kind in re.findall(r"(\d+)(?: lines?)? of (\w+)", words):
+            counts["the method" if (title, kind) == ("method", "code") else kind] += int(number)
+    page, scripts = visit("compare.html"), sync.policy_scripts()
+    assert page.locator("#matrix a").count() == len(scripts) * (len(scripts) - 1)
+    if {a, b} <= {*scripts}:
+        cell = page.locator(f"#matrix a[href$='#{a}..{b}']")
+        assert int(cell.inner_text()) == len(gone + new)
+        cell.click()
+    else:
+        page.select_option("#a", a)
+        page.select_option("#b", b)
+    said = page.inner_text("#count").replace("the other code", "code").replace(" lines", "")
+    assert {kind: int(number) for number, kind in re.findall(r"(\d+) of ([a-z ]+)", said)} == counts
     for side, name, changed in (("a", a, gone), ("b", b, new)):
         for selector, lines in ((".hunk ", changed), ("", PATHS[name].read_text().splitlines())):
             found = page.locator(f"{selector}.{side} .line")
             assert found.evaluate_all("all => all.map(line => line.textContent)") == lines
-    for key, place in (("n", 1), ("p", page.locator(".hunk").count())):
+        folded = page.locator(f"#diff > .head:not([open]) .{side} .line").all_text_contents()
+        assert folded[-1] == '"""' and [*folded].count('"""') == 1
+    number = page.evaluate("hunks().length")
+    assert 0 < number < page.locator(".hunk").count()
+    for key, place in (("n", 1), ("p", number)):
         page.keyboard.press(key)
-        assert page.inner_text("#at").startswith(f"{place} of ")
+        assert page.inner_text("#at").startswith(f"{place} of {number}")
         playwright.expect(page.locator(".hunk.here")).to_be_in_viewport()
 
 

@@ -1,0 +1,239 @@
+"""make mix: a script with the loss of another computes what the two do, or is refused with a sentence."""
+
+import ast
+import importlib.util
+import math
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from itertools import permutations
+
+import mix
+import pytest
+import references
+import sync
+import torch
+from conftest import POLICY_SCRIPTS, ROOT, SOURCES, read_jsonl
+from references import FOR_0_AND_1, make_rollout
+from test_estimators import EXACT, make_args
+from test_siblings import commit, copy_scripts
+from zoo import run
+
+FLAGS = {
+    "samples_per_prompt": 3,
+    "max_response_length": 9,
+    "overlong_buffer": 4,
+    "delta": 0.1,
+    "max_ratio": 1.5,
+}
+
+
+@cache
+def rollout_of(name: str) -> dict:
+    """Scores as a method takes them, and log-probs of a policy that has moved."""
+    rollout = make_rollout(0, FLAGS["samples_per_prompt"])
+    if name in FOR_0_AND_1:
+        rollout["scores"] = (rollout["scores"] > 0).double()
+    if name == "gdpo":
+        rollout["scores"] = torch.stack([rollout["scores"], 9 * rollout["greedy_scores"]], dim=1)
+    noise = 0.5 * torch.randn(rollout["response_mask"].shape, dtype=torch.float64)
+    return rollout | {"new_logprobs": rollout["old_logprobs"] + noise * rollout["response_mask"]}
+
+
+@cache
+def expected_advantages(name: str, kl_coef: float) -> torch.Tensor:
+    """By the loops, at the flags of the script itself."""
+    args, rollout = make_args(name, **FLAGS), rollout_of(name)
+    args.kl_coef = kl_coef
+    return references.spread(
+        getattr(references, f"{name}_advantages")(args, rollout), rollout["response_mask"]
+    )
+
+
+@cache
+def expected_loss(name: str, kl_coef: float) -> tuple:
+    """Loss, gradient and share of clipped tokens by the loops, at the flags of the script itself."""
+    args, batch = make_args(name, **FLAGS), rollout_of("grpo")
+    args.kl_coef = kl_coef if depends_on_reference(name, "loss") else 0.0  # gdpo's loop is grpo's
+    logprobs = batch["new_logprobs"].clone().requires_grad_()
+    loss, share = getattr(references, f"{name}_loss")(args, batch, logprobs, 13, 57)
+    return loss, torch.autograd.grad(loss, logprobs)[0], share
+
+
+@cache
+def depends_on_reference(name: str, part: str) -> bool:
+    """Whether the loops give something else with another reference."""
+    args, rollout, results = make_args(name, **FLAGS), rollout_of(name), []
+    args.kl_coef *= 9
+    for factor in (1, -1):
+        other = rollout | {key: factor * rollout[key] for key in ("kl", "ref_logprobs")}
+        if part == "advantages":
+            results.append(getattr(references, f"{name}_advantages")(args, other))
+        else:
+            results.append(
+                getattr(references, f"{name}_loss")(args, other, rollout["new_logprobs"], 13, 57)[0]
+            )
+    return results[0] != results[1]
+
+
+def load(name: str, text: str, folder):
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    del sys.modules[name]
+    return module
+
+
+def test_each_pair_equals_the_loops_of_both_or_is_refused(tmp_path):
+    for name, loss in permutations(POLICY_SCRIPTS, 2):
+        reason = "its loss has no advantage" if "gkd" in (name, loss) else ""
+        if not reason and depends_on_reference(name, "advantages") and depends_on_reference(loss, "loss"):
+            reason = "both have a KL"
+        if reason:
+            with pytest.raises(ValueError, match=f"^.*: {reason}[^\n]*$"):
+                mix.mixed(name, [loss])
+            continue
+        text = mix.mixed(name, [loss])
+        mine, other, ours = map(sync.functions, (SOURCES[name], SOURCES[loss], text))
+        assert sync.skeleton(text) == sync.skeleton(SOURCES[name])
+        assert ours == mine | {"Args": ours["Args"], "policy_loss": other["policy_loss"]}
+        lines = [ast.get_docstring(ast.parse(x)).splitlines() for x in (text, SOURCES[name], SOURCES[loss])]
+        formulas = [x for x in lines[1] if re.match(r"    ([AG]\w*|critic) ", x)]
+        assert {*formulas, *(x for x in lines[2] if x.startswith("    loss "))} <= {*lines[0]} and formulas
+        own = {name: "advantages", loss: "loss"}
+        of_kl = [SOURCES[x] for x, part in own.items() if depends_on_reference(x, part)] or [
+            "    kl_coef: ClassVar[float] = 0.0"
+        ]
+        assert re.search(r"^    kl_coef: .* = [\d.]+", of_kl[0], re.MULTILINE)[0] in text
+        module = load(f"{name}_{loss}", text, tmp_path)
+        args = module.Args(**{x: y for x, y in FLAGS.items() if x in module.Args.__annotations__})
+        fixed = {x for x in ("num_minibatches", "update_epochs") if f"{x}: ClassVar" in SOURCES[loss]}
+        assert fixed == {x for x in ("num_minibatches", "update_epochs") if f"{x}: ClassVar" in text}
+        rollout, batch = rollout_of(name), rollout_of("grpo")
+        advantages = module.compute_advantages(args, rollout)["advantages"]
+        torch.testing.assert_close(advantages, expected_advantages(name, args.kl_coef), **EXACT)
+        logprobs = batch["new_logprobs"].clone().requires_grad_()
+        value, stats = module.policy_loss(args, batch, logprobs, 13, 57)
+        expected, gradient, share = expected_loss(loss, args.kl_coef)
+        torch.testing.assert_close(value, expected, **EXACT)
+        torch.testing.assert_close(torch.autograd.grad(value, logprobs)[0], gradient, **EXACT)
+        assert stats.get("clip_fraction", stats.get("rejected")) == (share and pytest.approx(share, rel=1e-6))
+    for words in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *words, "--config", ROOT / "pyproject.toml", tmp_path]
+        assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name, loss",
+    [
+        ("ppo", "sapo"),
+        ("remax", "gspo"),
+        ("dapo", "raft"),
+        ("sdpo", "grpo"),
+        ("gdpo", "dppo"),
+        ("distill", "cispo"),
+    ],
+)
+def test_a_mix_runs_with_the_lines_that_its_advantage_inserts(name, loss, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{name}_{loss}.py").write_text(mix.mixed(name, [loss]))
+    run(f"{name}_{loss}", run_dir=tmp_path / "run", num_iterations=1, batch_size=32, max_response_length=40)
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert math.isfinite(lines[-1]["policy_loss"]) and lines[-1]["grad_norm"] > 0
+
+
+def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
+    """Its refusals are those of both halves."""
+    folder = copy_scripts(tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    commit(folder)
+    assert (
+        mix.mix("remax", "gspo", "methods", folder)
+        == 0
+        == mix.mix("rloo", "flash_reinforce", "methods", folder)
+    )
+    assert sync.variant("remax_gspo", "lora", folder) == 0 == sync.sync(folder)
+    assert {"remax_gspo", "remax_gspo_lora", "rloo_flash_reinforce"} <= {*sync.paths(folder)}
+    text = (folder / "variants" / "remax_gspo_lora.py").read_text()
+    assert (
+        "    python variants/remax_gspo_lora.py\n" in text
+        and "# variant of remax_gspo.py with lora\n" in text
+    )
+    shutil.copytree(ROOT / "patches", folder / "patches")
+    patch = next(
+        x for x in sync.patches() if "remax" in sync.fits(SOURCES[x]) and "gspo" in sync.fits(SOURCES[x])
+    )
+    assert sync.patch("remax_gspo", patch, str(folder / "runs"), folder) == 0
+    capsys.readouterr()
+    for made in (("remax_gspo", "async"), ("rloo_flash_reinforce", "correction")):
+        assert sync.variant(*made, folder) == 2
+    for words in (("rloo", "rloo"), ("rloo", "no"), ("rloo", "gspo,opo"), ("grpo", "gkd"), ("remax", "gspo")):
+        assert mix.mix(*words, "methods", folder) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 7 and all(line.startswith("error: ") for line in said)
+
+
+FLAG = "    gate: float = 3.0  # a flag\n"
+HELPER = 'def gated(args, x):\n    """x, at most gate."""\n    return x.clamp(max=args.gate)\n\n\n'
+
+
+def method(function: str, line: str, flag: str = "", helper: str = "", text: str = SOURCES["grpo"]) -> str:
+    """grpo.py with a line before the end of a function, and with a flag and a helper function before it."""
+    old = sync.functions(text)[function]
+    head, _, end = old.rpartition("\n    return ")
+    text = text.replace(old, f"{helper}{head}\n    {line}\n    return {end}")
+    return text.replace("    num_minibatches", f"{flag}    num_minibatches", 1)
+
+
+GATED = method("policy_loss", "gated(args, logprobs)", FLAG, HELPER)
+WITH_GATES = method("compute_advantages", 'gated(args, rollout["scores"])', FLAG, HELPER)
+
+
+def test_functions_and_flags_of_a_loss_come_and_go_with_it(tmp_path):
+    """Also if its docstring has no formulas."""
+    folder = copy_scripts(tmp_path)
+    docstring = sync.OWN.search(GATED)[0]
+    (folder / "mine.py").write_text(
+        GATED.replace(docstring, '"""Mine: it has no formula.\n\n    Nor here\n"""')
+    )
+    made, without = mix.mixed("dr_grpo", ["mine"], folder), mix.mixed("mine", ["dr_grpo"], folder)
+    assert FLAG in made and made.count(HELPER) == 1 and "gate" not in without
+    for text, title in (
+        (made, "Dr. GRPO's advantage with Mine's loss: "),
+        (without, "Mine's advantage with Dr. GRPO's loss: "),
+    ):
+        docstring = ast.get_docstring(ast.parse(text))
+        assert docstring.startswith(title) and "see their docstrings" in docstring
+        assert re.findall("^    (.*)", docstring, re.MULTILINE) == [
+            f"python {'mine' if text == without else 'dr_grpo'}.py"
+        ]
+
+
+@pytest.mark.parametrize(
+    "of_advantage, of_loss, reason",
+    [
+        (GATED, GATED.replace("x.clamp", "2 * x.clamp"), ""),  # the other one goes with its loss
+        (WITH_GATES, GATED.replace("x.clamp", "2 * x.clamp"), "both have a function gated"),
+        (WITH_GATES, GATED.replace("gate: float = 3.0", "gate: float = 4.0"), "both have a flag gate"),
+        (WITH_GATES, GATED, ""),
+        (method("policy_loss", "gated(args, logprobs)", text=WITH_GATES), SOURCES["grpo"], ""),
+        (GATED, method("policy_loss", 'batch["gates"]'), "the loss reads batch"),
+        (GATED, method("policy_loss", "GATES", helper="GATES = 3\n\n\n"), "the loss needs GATES"),
+    ],
+)
+def test_what_an_advantage_and_a_loss_share_is_one_thing_or_refused(of_advantage, of_loss, reason, tmp_path):
+    folder = copy_scripts(tmp_path)
+    for name, text in {"one": of_advantage, "two": of_loss}.items():
+        (folder / f"{name}.py").write_text(text)
+    if reason:
+        with pytest.raises(ValueError, match=f"one with two: {reason}"):
+            mix.mixed("one", ["two"], folder)
+    else:
+        made = mix.mixed("one", ["two"], folder)
+        assert made.count("def gated(") == made.count("    gate: float") == 1
+        assert sync.functions(made)["gated"] == sync.functions(of_loss).get("gated", HELPER.strip())

@@ -1,0 +1,142 @@
+"""make mix: a script with the advantage of one method and the loss of another.
+
+    python tools/mix.py rloo reinforce_pp       write runs/rloo_reinforce_pp.py
+    python tools/mix.py rloo dapo methods       write methods/rloo_dapo.py, which make variant and make patch take
+
+The result is the first script with the function policy_loss of the second, and with the functions and flags that this
+one needs. The lines that a method inserts into the skeleton belong to its advantage.
+"""
+
+import builtins
+import re
+import sys
+from pathlib import Path
+from symtable import SymbolTable, symtable
+
+from sync import OWN, ROOT, functions, paths, policy_scripts, write
+
+STEPS = {"num_minibatches", "update_epochs"}  # flags of the loss: one without a ratio allows a single step
+NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
+# The formulas of a docstring: up to the last of A or G, then up to the loss, then those behind it, as the critic's
+FORMULAS = re.compile(r"\n\n((?:    .+\n)*    [AG]\w* .+\n)((?:    .+\n)*?    loss .+\n)((?:    .+\n)*)\n")
+DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix, and not a published method.
+
+`make mix ADVANTAGE={name} LOSS={loss}` wrote this file. {kl}
+{formulas}
+    python {name}.py
+"""'''
+
+
+def needed(start: str, known: dict[str, str]) -> dict[str, str]:
+    """A function and those that it uses, in the order of the file."""
+    found, new = set(), {start}
+    while new:
+        found |= new
+        new = {x for x in known if any(re.search(rf"\b{x}\b", known[y]) for y in new)} - found
+    return {x: text for x, text in known.items() if x in found}
+
+
+def flags_of(block: str) -> dict[str, str]:
+    """The lines of the flags in an estimator block, by name."""
+    return {line.split(":")[0].strip(): line for line in block.partition("\n\n")[0].splitlines()[1:]}
+
+
+def read_in(text: str, flags: dict[str, str]) -> set[str]:
+    return {x for x in flags if re.search(rf"\bargs\.{x}\b", text)}
+
+
+def globals_in(table: SymbolTable) -> set[str]:
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return own.union(*map(globals_in, table.get_children()))
+
+
+def describe(name: str, loss: str, sources: dict[str, str], kl: str) -> str:
+    """The docstring of a mix. It has the formulas of both, if they stand in theirs as FORMULAS wants them."""
+    titles = [re.search(r'^"""(.*?)(?::|\.?$)', sources[x], re.MULTILINE)[1] for x in (name, loss)]
+    first, second = (FORMULAS.search(OWN.search(sources[x])[0]) for x in (name, loss))
+    formulas = f"Its advantage is that of {name}.py, and its loss that of {loss}.py: see their docstrings.\n"
+    if first and second:
+        formulas = (
+            f"\nThe advantage, from {name}.py, whose docstring explains the symbols:\n\n{first[1]}{first[3]}"
+            f"\nThe loss, from {loss}.py, in which A_i or A_t is the advantage of a token:\n\n{second[2]}"
+        )
+    return DOCSTRING.format(title=titles[0], other=titles[1], name=name, loss=loss, kl=kl, formulas=formulas)
+
+
+def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
+    """The source of a script with the loss of another. A ValueError says why there is none."""
+    found = paths(root)
+    sources = {x: found[x].read_text() for x in policy_scripts(root)}
+    [loss, *others] = chosen
+    if others or name == loss or {name, loss} - {*sources}:
+        raise ValueError(f"use two policy scripts as ADVANTAGE and LOSS: {', '.join(sources)}")
+    source, block = sources[name], OWN.findall(sources[name])[1]
+    mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
+    for script, function in ((name, mine), (loss, theirs)):
+        if "advantages" not in function["policy_loss"]:
+            raise ValueError(f"{script}: its loss has no advantage to weigh")
+
+    # The functions: out go the loss and what it alone uses, in come the other loss and what it uses.
+    new, old = needed("policy_loss", theirs), needed("policy_loss", mine)
+    rest = source.replace(OWN.search(source)[0], "")
+    for text in old.values():
+        rest = rest.replace(text, "")
+    for x in [x for x in old if x != "policy_loss" and re.search(rf"\b{x}\b", rest)]:
+        old = {y: text for y, text in old.items() if y not in needed(x, mine)}
+        rest += "".join(needed(x, mine).values())
+    kept = mine.keys() - old.keys()
+    if twice := sorted(x for x in new if x in kept and new[x] != mine[x]):
+        raise ValueError(f"{name} with {loss}: both have a function {twice[0]}, and they differ")
+    code = "\n\n\n".join(text for x, text in new.items() if x not in kept)
+    block = block.replace(mine["policy_loss"], code)
+    for x in old.keys() - {"policy_loss"}:
+        block = block.replace(f"{old[x]}\n\n\n", "")
+
+    # The flags: out go those that only the old loss reads, in come those that the new one reads.
+    own, other = flags_of(block), flags_of(OWN.findall(sources[loss])[1])
+    gone = (read_in("".join(old.values()), own) - read_in(rest, own)) | STEPS
+    added = {
+        x: line
+        for x, line in other.items()
+        if x in (read_in("".join(new.values()), other) | STEPS) - {"kl_coef"}
+    }
+    if twice := [x for x in added if x in own and x not in gone and added[x] != own[x]]:
+        raise ValueError(f"{name} with {loss}: both have a flag {twice[0]}, and they differ")
+    compares, is_compared = (
+        re.search(r'"(kl|ref_logprobs)"', text) for text in ("".join(mine[x] for x in kept), code)
+    )
+    if compares and is_compared:
+        raise ValueError(f"{name} with {loss}: both have a KL to the reference; use a loss without one")
+    if is_compared:
+        own["kl_coef"] = other["kl_coef"]
+    elif not compares and "ClassVar" not in own["kl_coef"]:
+        own["kl_coef"] = NO_KL
+    head = block.partition("\n\n")[0]
+    flags = {x: line for x, line in own.items() if x not in gone} | added
+    new_block = block.replace(head, "\n".join([head.partition("\n")[0], *flags.values()]))
+
+    for x in re.findall(r'\bbatch\["(\w+)"\]', code):
+        if f'"{x}"' not in rest:
+            raise ValueError(
+                f"{name} with {loss}: the loss reads batch[{x!r}], which {name}.py does not compute"
+            )
+    known = {*dir(builtins), *symtable(source, name, "exec").get_identifiers(), *new}
+    if unknown := sorted(globals_in(symtable(code, loss, "exec")) - known):
+        raise ValueError(f"{name} with {loss}: the loss needs {unknown[0]}, which {name}.py does not have")
+    kl = "There is no KL penalty."
+    if "ClassVar" not in own["kl_coef"]:
+        kl = f"The KL penalty is in the {'loss' if is_compared else 'reward'}."
+    docstring, old_block = OWN.findall(source)
+    return source.replace(docstring, describe(name, loss, sources, kl)).replace(old_block, new_block)
+
+
+def mix(name: str = "", loss: str = "", folder: str = "runs", root: Path = ROOT) -> int:
+    """Write a script with the loss of another into a folder. Returns the exit code."""
+    return write(mixed, name, loss, folder, root)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        print(__doc__)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
+    sys.exit(mix(*sys.argv[1:]))
