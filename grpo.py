@@ -594,7 +594,9 @@ def check_sampling(args, flag, model):
     difference = (log_distribution(sampled, 1.0) - log_distribution(alone, 1.0)).abs().mean()
     limit = 0.05 if args.dtype == "float32" else 0.2
     reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
-    is_right = difference < limit and model.config.model_type != "recurrent_gemma"  # keeps its state elsewhere
+    is_right = (
+        difference < limit and model.config.model_type != "recurrent_gemma"
+    )  # keeps its state elsewhere
     check(is_right, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
 
 
