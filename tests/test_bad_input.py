@@ -60,6 +60,10 @@ def bad(tmp_path_factory):
     encoder = transformers.BertConfig(**small, num_labels=1)
     save(folder / "encoder", transformers.BertForSequenceClassification(encoder), tokenizer)
     save(folder / "bert", transformers.BertLMHeadModel(encoder), tokenizer)
+    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4)
+    sizes |= dict(decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.3)
+    bart = transformers.BartConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)
+    save(folder / "bart", transformers.BartForCausalLM(bart), tokenizer)
     adapter = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules="all-linear"))
     adapter.save_pretrained(folder / "adapter")
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
@@ -94,8 +98,10 @@ CASES = {
     "weights missing": ("--model {bad}/body_only", "--model ", "lack lm_head.weight"),
     "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),
     "adapter": ("--model {bad}/adapter", "/adapter is an adapter", "Merge"),
-    "no cache": ("--model {bad}/mamba", "/mamba: has no key-value cache"),
-    "looks both ways": ("--model {bad}/bert --max_response_length 4", "/bert: ", "differ by", "limit 0.3"),
+    "no cache": ("--model {bad}/mamba", "/mamba: sampling and training differ by", "limit 0.05 in float32"),
+    "no cache, in bfloat16": ("--model {bad}/mamba --dtype bfloat16", "differ by", "limit 0.1 in bfloat16"),
+    "looks both ways": ("--model {bad}/bert", "/bert: sampling and training differ by", "causal decoder"),
+    "positions shift": ("--model {bad}/bart", "/bart: sampling and training differ by"),
     "reward model as policy": ("--model {bad}/tied_judge", "is a reward model. Use it as --reward"),
     "file not there": ("--dataset no.jsonl", "--dataset no.jsonl: no such file"),
     "broken line": ("--dataset {bad}/broken.jsonl", "broken.jsonl, line 3: not valid JSON"),
@@ -118,8 +124,8 @@ CASES = {
     "no such function": ("--reward {bad}/reward.py:scor", "no function scor, but", "wrong_number, leaves"),
     "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
     "policy as reward model": ("--reward {toy}/policy", "without a score head", "reward_model.py"),
-    "an encoder as reward model": ("--reward {bad}/encoder", "--reward", "no key-value cache"),
-    "several outputs": ("--reward {bad}/two_labels", "--reward", "several outputs"),
+    "an encoder as reward model": ("--reward {bad}/encoder", "--reward", "no decoder with a head"),
+    "several outputs": ("--reward {bad}/two_labels", "--reward", "a head for one score"),
     "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
 }
 
