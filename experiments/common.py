@@ -134,7 +134,7 @@ def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -
 def demo() -> None:
     """Print the first and the last evaluation of `make demo`, and a sample after the last."""
     lines = (RESULTS / "demo.txt").read_text().splitlines()
-    first, *_, last = (i for i, line in enumerate(lines) if "eval/score" in line)
+    first, *_, last = (i for i, line in enumerate(lines) if line.startswith("held out, iteration"))
     print("\n```", lines[first], *lines[last : last + 2], "```\n", sep="\n")
 
 
