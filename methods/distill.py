@@ -63,6 +63,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # A rollout is a dict of tensors. Each has B = batch_size / WORLD_SIZE rows, one per response of this rank.
 # P is the length of the longest prompt, T = max_response_length; b is the number of rows in a forward pass.
+#   name            shape     written by          meaning
 #   sequences       (B, P+T)  generate            token ids: the prompt, padded on the left, and the response
 #   attention_mask  (B, P+T)  generate            1 on prompt and response, 0 on padding
 #   response_mask   (B, T)    generate            True on the sampled tokens, including the EOS
@@ -83,7 +84,7 @@ class Args:  # the comment after a flag becomes its --help text
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # starting policy and frozen reference: local folder or Hub id of a causal LM
+    model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
     eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives scores per group
     # Rollout
@@ -95,7 +96,7 @@ class Args:  # the comment after a flag becomes its --help text
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # multiplies the score; has no effect where the method divides by a std
+    reward_scale: float = 1.0  # multiplies the score, after the penalty
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
     reward_clip: float = math.inf  # finally clip scores to [-c, c]; inf: no clipping
     # Optimization
@@ -108,7 +109,7 @@ class Args:  # the comment after a flag becomes its --help text
     gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
-    eval_samples: int = 0  # n: sample n responses per held-out prompt, report pass@n too; 0: one greedy one
+    eval_samples: int = 0  # n > 0: sample n responses per held-out prompt, for pass@n too; 0: a greedy one
     eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
     log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
     save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
@@ -150,9 +151,6 @@ def main(args):
     # Models stay in eval mode: with dropout, training and sampling would compute different log-probs.
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
     reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
-    # The teacher takes the place of the reference.
-    reference, its_tokenizer = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
-    check(its_tokenizer.get_vocab() == tokenizer.get_vocab(), "--teacher: use one with the tokens of --model")
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
@@ -161,6 +159,11 @@ def main(args):
     eval_dataset = []
     if args.eval_dataset and args.eval_every:
         eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
+    # The teacher takes the place of the reference.
+    reference, its_tokenizer = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
+    check(its_tokenizer.get_vocab() == tokenizer.get_vocab(), "--teacher: use one with the tokens of --model")
+    longest = max(len(row["prompt_ids"]) for row in dataset) + args.max_response_length
+    check_positions(f"--teacher {args.teacher}: with a prompt", reference, longest)
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
@@ -187,12 +190,9 @@ def main(args):
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
-        # The teacher must have as many positions as the policy.
-        check_positions(f"--teacher {args.teacher}:", reference, rollout["sequences"].shape[1])
-
         # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
         rollout["ref_logprobs"] = rollout["old_logprobs"]  # (B, T); without a reference, kl is 0
-        if reference:
+        if reference is not None:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
 
@@ -317,7 +317,7 @@ def eos_ids(model, tokenizer):
     configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
     ids = configured if isinstance(configured, list) else [configured]
     if tokenizer.chat_template:
-        # Special tokens decode to nothing. A newline can follow them, and ends no response.
+        # Only special tokens, and not a newline after them. They decode to nothing.
         ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 
@@ -326,7 +326,7 @@ def left_pad(id_lists, device):
     """Pad lists of token ids on the left. Return the ids and the attention mask, both (B, P)."""
     P = max(map(len, id_lists))
     padded = torch.tensor([[-1] * (P - len(ids)) + ids for ids in id_lists], device=device)
-    return padded.clamp(min=0), (padded >= 0).long()
+    return padded.clamp(min=0), (padded >= 0).long()  # -1 marks padding
 
 
 def model_inputs(input_ids, attention_mask):
@@ -350,7 +350,7 @@ def autocast(args):
 
 def log_distribution(logits, temperature):
     """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
+    # In float32 or more
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1)
 
@@ -508,7 +508,9 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
         # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
         dist.init_process_group(timeout=timedelta(hours=2))
-    say(f"{Path(__file__).name}: {WORLD_SIZE} process{'es'[: WORLD_SIZE - 1]} on {args.device}, {args.dtype}")
+    say(
+        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
+    )
 
 
 def check_args(args):
@@ -531,7 +533,8 @@ def check_args(args):
     for name, value in vars(args).items():
         is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
         if is_toys and args.model != Args.model:
-            say(f"warning: --{name} {value} is for the toy; a real model needs about 1e-6, and 1024 tokens")
+            advice = "about 1e-6" if "rate" in name else "some 1024 tokens"
+            say(f"warning: --{name} {value} is the default for the toy; a real model needs {advice}")
 
 
 def load_model(args, name, auto_class):
@@ -641,8 +644,12 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
             check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
         remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
         check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+        taken = {*row} & {"prompts", "completions", "truncated"}
+        check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
         options = row.get("chat_template_kwargs") or {}
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+    names = dict.fromkeys(sorted(set().union(*rows)))
+    rows = [names | row for row in rows]  # so that each rollout has all columns
     lengths = [len(row["prompt_ids"]) for row in rows]
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
@@ -671,7 +678,7 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer, **columns):
+def exact_answer(completions, answer=(None,), **columns):
     """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
     for right in answer:
         reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
