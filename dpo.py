@@ -344,10 +344,8 @@ def check_args(args):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     size = args.batch_size
     remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
-    check(
-        size % WORLD_SIZE == 0,
-        f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}",
-    )
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
 

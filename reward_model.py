@@ -329,10 +329,8 @@ def check_args(args):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     size = args.batch_size
     remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
-    check(
-        size % WORLD_SIZE == 0,
-        f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}",
-    )
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
@@ -350,10 +348,8 @@ def load_model(args):
     except OSError as error:
         missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
         missing += "Start scripts from the top folder of the repository. "
-        reason = " ".join(str(error).split())
-        check(
-            False, f"{flag}: {'cannot be loaded. ' if Path(args.model).exists() else missing}({reason:.200})"
-        )
+        problem = "cannot be loaded. " if Path(args.model).exists() else missing
+        check(False, f"{flag}: {problem}({' '.join(str(error).split()):.200})")
     # transformers fills in missing weights at random, which is right for the head of a policy only.
     lacking = ", ".join({*info["missing_keys"]} - {"score.weight"})
     check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
@@ -454,10 +450,8 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
         row |= {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         if row.get("margin") is None:
             row["margin"] = args.margin
-        check(
-            isinstance(row["margin"], int | float),
-            f"{where}: `margin` must be a number, not {row['margin']!r}.",
-        )
+        has_margin = isinstance(row["margin"], int | float)
+        check(has_margin, f"{where}: `margin` must be a number, not {row['margin']!r}.")
         row["chosen_ids"] = encode(tokenizer, prompt, chosen, **options)[: args.max_length]
         row["rejected_ids"] = encode(tokenizer, prompt, rejected, **options)[: args.max_length]
         row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))

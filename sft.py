@@ -104,9 +104,7 @@ def main(args):
     num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
-    run_dir, start = open_run(
-        args, state, examples
-    )  # loads the last checkpoint; start is its iteration, or 0
+    run_dir, start = open_run(args, state, examples)  # loads the checkpoint; start is its iteration, or 0
     if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
         save_model(run_dir, policy, tokenizer)
     if eval_dataset and start == 0:
@@ -282,10 +280,8 @@ def check_args(args):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     size = args.batch_size
     remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
-    check(
-        size % WORLD_SIZE == 0,
-        f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}",
-    )
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
