@@ -4,19 +4,20 @@
 # ///
 """DPO: from preference pairs to a policy, without a reward model and without sampling.
 
-Rafael Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-arXiv 2305.18290. The policy that is best for a reward under a KL penalty is pi_ref exp(reward / beta), up to
-a factor of the prompt; so the reward is beta log(pi / pi_ref), up to a term that a pair shares. With it the
-Bradley-Terry loss of reward_model.py is one of the policy, over pairs of a chosen c and a rejected r:
+Rafael Rafailov et al., "Direct Preference Optimization", arXiv 2305.18290. The best policy for a reward
+under a KL penalty is pi_ref exp(reward / beta), up to a factor that depends on the prompt alone. So a policy
+is the best one for its reward h, and the Bradley-Terry loss of reward_model.py is a loss of the policy:
 
     h(o) = beta sum_t log(pi_theta(o_t) / pi_ref(o_t))          the implicit reward      (section 4)
     loss = -1/N sum_i log sigmoid(h(c_i) - h(r_i))                                       (Eq. 7)
 
-N counts the pairs of one optimizer step over all ranks. EOS is a token of its response, and nothing is
-divided by the length. pi_ref is --model: its log-probs are computed once, at the start, so that one model is
-in memory. Nothing is sampled; the policy scripts, with a reward model of the same pairs, let a policy learn
-from its own mistakes. Left out: dropout, LoRA, sharded models. Train a toy model (half a minute, held-out
-loss 0.69 to 0.66, accuracy 0.83), or a real one on 8 GPUs:
+    o_t       token t of a response, including its end      pi_theta  the policy being trained
+    c_i, r_i  chosen and rejected response of pair i        pi_ref    the frozen --model
+    N         pairs of an optimizer step, on all ranks
+
+Nothing is divided by the length. The log-probs of pi_ref are computed once, so that one model is in memory.
+Not implemented: dropout, LoRA, sharded models.
+Train a toy model (half a minute, held-out loss 0.69 to 0.66, accuracy 0.83), or a real model:
 
     python dpo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -25,23 +26,27 @@ loss 0.69 to 0.66, accuracy 0.83), or a real one on 8 GPUs:
         --gradient_checkpointing --run_dir runs/dpo
 """
 
-import atexit
 import copy
+import inspect
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
 import zlib
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Literal
 
 import datasets
-import filelock  # comes with torch
+import filelock
 import torch
 import torch.distributed as dist
 import transformers
@@ -53,72 +58,129 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
-class Args:  # the comment behind a flag is its --help text
-    exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # of the order of pairs
-    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+class Args:  # the comment after a flag becomes its --help text
+    # General
+    seed: int = 1  # random seed for the order of pairs
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # starting policy and reference: folder or hub id of a causal LM
-    # .jsonl, folder or hub id (split train); `chosen` and `rejected`, text or chat, after `prompt` or with it
-    dataset: str = "toy/preferences_train.jsonl"
-    eval_dataset: str | None = None  # held-out pairs (split test), by default the toy's for the toy
-    max_length: int = 1024  # longer texts (in tokens) are cut at their end
+    model: str = "toy/policy"  # starting policy and frozen reference: local folder or Hub id of a causal LM
+    dataset: str = "toy/preferences_train.jsonl"  # .jsonl, folder or Hub id; `prompt`, `chosen`, `rejected`
+    eval_dataset: str | None = None  # held-out pairs (split test); a column `group` gives accuracy per group
+    max_length: int = 1024  # texts with more tokens are cut at their end
     # Optimization
     num_epochs: int = 2  # passes over the pairs
     batch_size: int = 64  # pairs per optimizer step, over all ranks
-    micro_batch_size: int = 64  # pairs per forward pass on a rank: memory only
-    beta: float = 0.1  # weight of the KL penalty; a smaller one lets the policy move farther from pi_ref
-    learning_rate: float = 5e-5  # peak of AdamW's; 5e-5 is for the toy, a real model needs about 5e-7
-    warmup_iterations: int = 20  # the learning rate first rises linearly over so many
-    anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
-    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
+    micro_batch_size: int = 64  # pairs per forward and backward pass; changes only memory and speed
+    learning_rate: float = 5e-5  # peak learning rate of AdamW; 5e-5 is for the toy, a real model needs 5e-7
+    warmup_iterations: int = 20  # iterations of linear warmup
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
+    gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
-    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
-    eval_every: int = 70  # iterations between evaluations, also before the first and after the last; 0: none
-    save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only the last
+    run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
+    eval_every: int = 70  # evaluate every n iterations, before the first and after the last; 0: never
+    save_every: int = 200  # save model and checkpoint every n iterations and after the last; 0: only then
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
+
+    # The method: its flags and its loss
+    beta: float = 0.1  # weight of the KL penalty; a smaller one lets the policy move farther from pi_ref
 
 
 def dpo_loss(chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta):
-    """Eq. 7: the mean of -log sigmoid(h(c) - h(r)) over pairs. The log-probs (b,) are those of responses."""
+    """Return -log sigmoid(h(c) - h(r)) (Eq. 7), the mean over pairs with the log-probs (b,) of responses."""
     chosen_rewards = beta * (chosen_logprobs - ref_chosen_logprobs)  # h(c), (b,)
     rejected_rewards = beta * (rejected_logprobs - ref_rejected_logprobs)  # h(r)
     return torch.nn.functional.softplus(rejected_rewards - chosen_rewards).mean()
 
 
-def encode(tokenizer, prompt, response):
-    """The token ids of a prompt, its response and EOS."""
-    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    return token_ids(tokenizer, prompt) + response_ids + [tokenizer.eos_token_id]
+def main(args):
+    check_args(args)
+    start_ranks(args)
+    # The model stays in eval mode, without dropout, as in the policy scripts.
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
+    reference = copy.deepcopy(policy)  # before a checkpoint is loaded
+    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, args.batch_size)
+    if args.dataset == Args.dataset:  # the toy has held-out pairs
+        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/preferences_heldout.jsonl"
+    eval_dataset = []
+    if args.eval_dataset and args.eval_every:
+        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
+    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
+    state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
+    run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
+    ref_logprobs = all_logprobs(args, reference, dataset)  # (2, pairs), of chosen and rejected responses
+    eval_ref_logprobs = all_logprobs(args, reference, eval_dataset)
+    del reference  # one model stays in memory
+    if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
+        save_model(run_dir, policy, tokenizer)
+    if eval_dataset and start == 0:
+        log(args, run_dir, 0, evaluate(args, policy, eval_dataset, eval_ref_logprobs))
+        log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
+
+    for iteration in range(start + 1, num_iterations + 1):
+        began = time.perf_counter()
+
+        # 1. Choose this rank's pairs
+        rows = choose_rows(args, dataset, args.batch_size, iteration)
+
+        # 2. Update the policy, with one optimizer step
+        metrics = update(args, state, rows, ref_logprobs, lr_schedule(args, iteration, num_iterations))
+
+        # 3. Measure, evaluate and log
+        metrics["pairs_per_second"] = args.batch_size / (time.perf_counter() - began)
+        is_last = iteration == num_iterations
+        is_eval = eval_dataset and (is_last or iteration % args.eval_every == 0)
+        if is_eval:
+            metrics |= evaluate(args, policy, eval_dataset, eval_ref_logprobs)
+        left = (time.perf_counter() - began) * (num_iterations - iteration)  # seconds, at this pace
+        log(args, run_dir, iteration, metrics, left)
+        if is_eval:
+            log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
+
+        # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        if is_last or (args.save_every and iteration % args.save_every == 0):
+            save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, policy, tokenizer)
+
+    say_result(run_dir, "accuracy", f"--num_epochs {2 * args.num_epochs}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def choose_rows(args, dataset, iteration):
-    """The indices of an iteration's pairs, over all ranks. Each epoch drops an incomplete last batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
-    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-    return torch.randperm(len(dataset), generator=generator).split(args.batch_size)[batch_number].tolist()
+@torch.no_grad()
+def all_logprobs(args, model, dataset):
+    """Return the log-probs (2, pairs) of the chosen and rejected responses of a dataset, over all ranks."""
+    result = torch.zeros(2, len(dataset), device=args.device)
+    for number, batch in enumerate(micro_batches(args, dataset[RANK::WORLD_SIZE]), 1):
+        show(f"log-probs of {number * args.micro_batch_size * WORLD_SIZE} of {len(dataset)} pairs")
+        with autocast(args):
+            result[:, batch["index"]] = response_logprobs(model, batch)
+    return all_sum(result)  # each rank has filled in its pairs
 
 
-def micro_batches(args, dataset, indices):
-    """Yield parts of this rank's indices, and input_ids and response_mask (2b, L): chosen, then rejected."""
-    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
-    for first in range(0, len(share), args.micro_batch_size):
-        part = share[first : first + args.micro_batch_size]
-        rows = [dataset[i] for i in part]
-        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
-        prompt_lengths = 2 * [row["prompt_length"] for row in rows]
+def micro_batches(args, rows):
+    """Yield pairs of similar lengths: input_ids and response_mask (2b, L), chosen texts, then rejected ones.
+
+    index (b,): the places of the pairs in their dataset.
+    """
+    rows = sorted(rows, key=lambda row: row["length"])
+    for first in range(0, len(rows), args.micro_batch_size):
+        part = rows[first : first + args.micro_batch_size]
+        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in part]
+        prompt_lengths = 2 * [row["prompt_length"] for row in part]
         masks = [torch.arange(len(text)) >= length for text, length in zip(texts, prompt_lengths)]
         batch = {
             "input_ids": pad_sequence(texts, batch_first=True),
             "response_mask": pad_sequence(masks, batch_first=True),
+            "index": torch.tensor([row["index"] for row in part]),
         }
-        yield part, {name: tensor.to(args.device) for name, tensor in batch.items()}
+        yield {name: tensor.to(args.device) for name, tensor in batch.items()}
 
 
 def response_logprobs(model, batch):
-    """Log-probs (2, b) of chosen and rejected responses, summed over their tokens."""
+    """Return the log-probs (2, b) of chosen and rejected responses, summed over their tokens."""
     # Logits take the most memory, so they are computed only where some row has a token of a response.
     columns = batch["response_mask"].any(0).nonzero()[:, 0]  # (T,)
     tokens = batch["input_ids"][:, columns]  # (2b, T)
@@ -130,14 +192,95 @@ def response_logprobs(model, batch):
     return logprobs.masked_fill(~mask, 0.0).sum(1).view(2, -1)
 
 
-@torch.no_grad()
-def all_logprobs(args, policy, dataset):
-    """Log-probs (2, N) of the chosen and rejected responses of a dataset, computed on all ranks."""
-    result = torch.zeros(2, len(dataset), device=args.device)
-    for part, batch in micro_batches(args, dataset, range(len(dataset))):
+def choose_rows(args, dataset, num_prompts, iteration):
+    """Return this rank's rows. Each epoch shuffles anew, and drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+    chosen = torch.randperm(len(dataset), generator=generator).split(num_prompts)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
+
+
+def update(args, state, rows, ref_logprobs, lr_factor):
+    """Make one optimizer step on the pairs of all ranks (step 2 of an iteration). Return its metrics."""
+    policy, optimizer = state["policy"], state["optimizer"]
+    learning_rate = args.learning_rate * lr_factor
+    step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
+    step_rewards = []  # h of the responses
+    for batch in micro_batches(args, rows):
         with autocast(args):
-            result[:, part] = response_logprobs(policy, batch)
-    return all_sum(result)  # each rank has filled in its part
+            logprobs = response_logprobs(policy, batch)  # (2, b)
+        ref = ref_logprobs[:, batch["index"]]
+        chosen, rejected = logprobs
+        ref_chosen, ref_rejected = ref
+        part_loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+        loss = part_loss * len(chosen) / args.batch_size  # the part's share in the mean over the step
+        loss.backward()  # adds to the gradient of the earlier micro-batches
+        step_loss += loss.detach()
+        step_rewards.append(args.beta * (logprobs.detach() - ref))
+    grad_norm = optimizer_step(args, policy, optimizer, learning_rate)
+    chosen_rewards, rejected_rewards = torch.cat(step_rewards, 1)  # (pairs of this rank,) each
+    return {
+        "loss": total(step_loss),
+        "accuracy": total(chosen_rewards > rejected_rewards) / args.batch_size,
+        "margin": total(chosen_rewards - rejected_rewards) / args.batch_size,
+        "chosen_reward": total(chosen_rewards) / args.batch_size,
+        "rejected_reward": total(rejected_rewards) / args.batch_size,
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+    }
+
+
+def autocast(args):
+    """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def lr_schedule(args, iteration, num_iterations):
+    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    rise = iteration / max(1, args.warmup_iterations)
+    fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+    return min(rise, fall)
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
+    """Sum the gradients over ranks, clip their norm, and step. Return the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
+            all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def evaluate(args, policy, dataset, ref_logprobs):
+    """Return loss, margin and accuracy on held-out pairs, over all ranks."""
+    logprobs = all_logprobs(args, policy, dataset)  # (2, pairs)
+    chosen, rejected = logprobs
+    ref_chosen, ref_rejected = ref_logprobs
+    loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+    chosen_rewards, rejected_rewards = args.beta * (logprobs - ref_logprobs)
+    metrics = {"eval/loss": float(loss), "eval/margin": float((chosen_rewards - rejected_rewards).mean())}
+    return metrics | accuracies(dataset, chosen_rewards > rejected_rewards)
+
+
+def accuracies(dataset, is_right):
+    """Return the share of held-out pairs that are right, of all and for each `group`."""
+    groups = defaultdict(list)
+    for row, x in zip(dataset, is_right.tolist()):
+        groups["eval/accuracy"].append(x)
+        if "group" in row:
+            groups[f"eval/accuracy/{row['group']}"].append(x)
+    return {name: sum(x) / len(x) for name, x in groups.items()}
+
+
+def total(x):
+    """Return the sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
 
 
 def all_sum(x):
@@ -147,105 +290,7 @@ def all_sum(x):
     return x
 
 
-def total(x):
-    """The sum of all elements of x on all ranks, as a number."""
-    return float(all_sum(x.sum()))
-
-
-def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
-    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
-            all_sum(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
-    optimizer.param_groups[0]["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-def main(args):
-    # 1. Setup: ranks, model, data, optimizer, run folder
-    check_args(args)
-    start_ranks(args)
-    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    reference = copy.deepcopy(policy)  # before a checkpoint is loaded
-    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, args.batch_size)
-    eval_dataset = []
-    if args.eval_dataset and args.eval_every:
-        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 4
-    state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-    run_dir, start = open_run(args, state, dataset + eval_dataset)  # `start` counts the finished iterations
-    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
-    ref_logprobs = all_logprobs(args, reference, dataset)  # (2, N), of chosen and rejected responses
-    eval_ref_logprobs = all_logprobs(args, reference, eval_dataset)
-    del reference  # one model stays in memory
-
-    # 2. Evaluation on held-out pairs, before the first iteration; the later evaluations are in step 6
-    if eval_dataset and start == 0:
-        log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
-        log(args, run_dir, 0, evaluate(args, policy, eval_dataset, eval_ref_logprobs))
-
-    for iteration in range(start + 1, num_iterations + 1):
-        began = time.perf_counter()
-
-        # 3. Batch: the pairs of this optimizer step, over all ranks
-        indices = choose_rows(args, dataset, iteration)
-
-        # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
-        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
-        if args.anneal_lr:
-            lr_factor = min(lr_factor, 1 - (iteration - 1) / num_iterations)
-        learning_rate = args.learning_rate * lr_factor
-        step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
-        step_rewards = []  # the implicit ones
-        for part, batch in micro_batches(args, dataset, indices):
-            with autocast(args):
-                logprobs = response_logprobs(policy, batch)  # (2, b)
-            chosen, rejected = logprobs
-            ref_chosen, ref_rejected = ref_logprobs[:, part]
-            part_loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-            loss = part_loss * len(part) / args.batch_size  # the part's share in the mean over the step
-            loss.backward()
-            step_loss += loss.detach()
-            step_rewards.append(args.beta * (logprobs.detach() - ref_logprobs[:, part]))
-        grad_norm = optimizer_step(args, policy, optimizer, learning_rate)
-
-        # 5. Metrics, over all ranks
-        chosen_rewards, rejected_rewards = torch.cat(step_rewards, 1)  # (pairs of this rank,) each
-        metrics = {
-            "loss": total(step_loss),
-            "accuracy": total(chosen_rewards > rejected_rewards) / args.batch_size,
-            "margin": total(chosen_rewards - rejected_rewards) / args.batch_size,
-            "chosen_reward": total(chosen_rewards) / args.batch_size,
-            "rejected_reward": total(rejected_rewards) / args.batch_size,
-            "grad_norm": float(grad_norm),
-            "learning_rate": learning_rate,
-            "pairs_per_second": args.batch_size / (time.perf_counter() - began),
-        }
-
-        # 6. Evaluate, log and save
-        is_last = iteration == num_iterations
-        if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
-            metrics |= evaluate(args, policy, eval_dataset, eval_ref_logprobs)
-        log(args, run_dir, iteration, metrics)
-        if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
-
-    # 7. The result, a folder that from_pretrained opens
-    if RANK == 0:
-        policy.save_pretrained(f"{run_dir}/model")
-        tokenizer.save_pretrained(f"{run_dir}/model")
-    if WORLD_SIZE > 1:
-        dist.destroy_process_group()
-
-
-# --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, logs, checkpoints. The algorithm ends above this line ---
 
 
 def say(text):
@@ -254,46 +299,62 @@ def say(text):
         print(text, flush=True)
 
 
+def show(text):
+    """Show text on a line of the terminal that the next line replaces. In a file, print nothing."""
+    if RANK == 0 and sys.stdout.isatty():
+        print(f"{text:60}", end="\r", flush=True)
+
+
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def check_args(args):
-    """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
-    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
-    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
-    if args.model != Args.model and args.learning_rate == Args.learning_rate:
-        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
-    if args.dataset == Args.dataset:
-        args.eval_dataset = args.eval_dataset or "toy/preferences_heldout.jsonl"
-
-
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
+    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
+    is_usable = args.device == "cpu" or torch.accelerator.is_available()
+    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
+    check(
+        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
+    )
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # No bars and reports about weights; load_model checks what the reports say.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     if WORLD_SIZE > 1:
-        backend = "gloo"
         if args.device != "cpu":
-            backend = None  # the device's own, such as NCCL
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
+        # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
+        dist.init_process_group(timeout=timedelta(hours=2))
+    say(
+        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
+    )
 
 
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+def check_args(args):
+    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    for name in ("beta", "num_epochs", "batch_size", "micro_batch_size", "max_length", "max_grad_norm"):
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.")
+    for name in ("learning_rate", "warmup_iterations"):
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    size = args.batch_size
+    remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
+        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 5e-7")
 
 
 def load_model(args, name, auto_class):
-    """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
+    """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
+    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -301,147 +362,233 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
-        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
-    # transformers makes up missing weights, such as the head (score) of a policy given as a reward model.
-    check(
-        not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
-        f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
-    )
-    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
+        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
+        missing += "Start scripts from the top folder of the repository. "
+        reason = " ".join(str(error).split())
+        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+    # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
+    lacking = ", ".join(info["missing_keys"])
+    remedy = "is a language model without a score head. Train one with reward_model.py."
+    check(lacking != "score.weight", f"{flag} {remedy}")
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(checkpoint, layer.forward)
-    return model.to(args.device), tokenizer
+    model.to(args.device)
+    say(f"  model       {name}: {model.num_parameters():,} parameters")
+    return model, tokenizer
 
 
-def token_ids(tokenizer, prompt):
-    """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+def encode(tokenizer, prompt, response, **options):
+    """Return the ids of a prompt, its response and the response's end."""
+    return token_ids(tokenizer, prompt, **options) + completion_ids(tokenizer, prompt, response)
+
+
+def token_ids(tokenizer, prompt, **options):
+    """Return the ids of a prompt: of text with the tokenizer's BOS, of a chat as the template writes it."""
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
-            ids.pop()
-        return ids
-    check(
-        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
-        f"chat {prompt}: needs a --model with a chat template, and content in each message",
-    )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = [tokenizer.bos_token_id]
+        adds_bos = tokenizer("")["input_ids"][:1] == bos
+        return bos + ids if adds_bos and ids[:1] != bos else ids
+    is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
+    options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
 
 
-def split_response(prompt, response):
-    """The prompt, and the text of a response, which may be messages that follow the prompt or contain it."""
-    if isinstance(response, list):
-        if response[0]["role"] == "assistant":  # without the prompt
-            response = prompt + response
+def completion_ids(tokenizer, prompt, completion):
+    """Return the ids of a completion with its end: EOS after a text, in a chat what its template writes."""
+    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    end = [] if isinstance(prompt, str) else turn_end(tokenizer)
+    if tokenizer.decode(end) == tokenizer.decode(end, skip_special_tokens=True):
+        end = [*end, tokenizer.eos_token_id]  # sampling stops at special tokens only
+    # A completion can bring its end, or only the beginning of it, such as <|im_end|> without the newline.
+    known = max(n for n in range(len(end) + 1) if ids[len(ids) - n :] == end[:n])
+    return ids + end[known:]
+
+
+def turn_end(tokenizer):
+    """Return the token ids that a chat template writes after an assistant's message."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
+
+
+def read_rows(flag, name, split):
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    if not name.endswith(".jsonl"):
+        # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+    rows = []
+    for number, line in enumerate(open(name, "rb"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
+    return rows
+
+
+def load_rows(args, name, split, model, tokenizer, min_rows=1):
+    """Return the pairs of a dataset, with the token ids of both texts, without those equal after the cut."""
+    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
+    rows = read_rows(flag, name, split)
+    for number, row in enumerate(rows):
+        where = f"{flag}, row {number}"
+        needs = f"{where}: needs `chosen` and `rejected`, responses to one `prompt`. The row is {row!s:.100}"
+        check(isinstance(row, dict), needs)
+        prompt, chosen = split_chat(args, where, tokenizer, row.get("prompt"), row.get("chosen"))
+        other_prompt, rejected = split_chat(args, where, tokenizer, row.get("prompt"), row.get("rejected"))
+        is_pair = prompt == other_prompt and isinstance(chosen, str) and isinstance(rejected, str)
+        check(is_pair and isinstance(prompt, str | list) and prompt, needs)
+        options = {"tools": row.get("tools")} | (row.get("chat_template_kwargs") or {})
+        row |= {"prompt": prompt, "prompt_length": len(token_ids(tokenizer, prompt, **options))}
+        row["chosen_ids"] = encode(tokenizer, prompt, chosen, **options)[: args.max_length]
+        row["rejected_ids"] = encode(tokenizer, prompt, rejected, **options)[: args.max_length]
+        row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
+    for index, row in enumerate(kept):
+        row["index"] = index
+    fit = f"{len(kept):,} of {len(rows):,} pairs differ in their first {args.max_length} tokens"
+    say(f"  {'pairs' if split == 'train' else 'held out':12}{name}: {fit}")
+    remedy = "Add pairs, or use a lower --batch_size or a higher --max_length."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
+    what = f"--max_length {args.max_length}: in the longest text"
+    check_positions(what, model, max(row["length"] for row in kept))
+    return kept
+
+
+def split_chat(args, where, tokenizer, prompt, response):
+    """Return a prompt and a response, a string. A chat as response follows the prompt, or contains it."""
+    if isinstance(prompt, list):
+        check_prompt(args, where, tokenizer, prompt)
+    if isinstance(response, list) and response:
+        check_prompt(args, where, tokenizer, response)
+        roles = [message["role"] for message in response]
+        check(roles[-1] == "assistant", f"{where}: the last message must be the assistant's, not of {roles}.")
+        check(roles[-2:-1] != ["assistant"], f"{where}: ends with two messages of the assistant. Join them.")
+        if roles[0] == "assistant":
+            check(isinstance(prompt, list), f"{where}: has a chat without a prompt. Give `prompt` as a chat.")
+            response = [*prompt, *response]
         *prompt, answer = response
-        check(answer["role"] == "assistant", f"chat {response}: the last message must be the assistant's")
+        others = [name for name, value in answer.items() if value and name not in ("role", "content")]
+        check(not others, f"{where}: {others} of the last message would be ignored. Use `content` alone.")
         response = answer["content"]
     return prompt, response
 
 
-def load_rows(args, name, split, policy, tokenizer, min_rows=1):
-    """The encoded pairs of a dataset. Those equal after the cut, such as without a response, are left out."""
-    if name.endswith(".jsonl"):
-        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
-    else:
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        rows = list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
-    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
-    for number, row in enumerate(rows):
-        prompt, chosen = split_response(row.get("prompt"), row.get("chosen"))
-        other_prompt, rejected = split_response(row.get("prompt"), row.get("rejected"))
-        is_pair = prompt and prompt == other_prompt and None not in (chosen, rejected)
-        check(is_pair, f"{flag}: row {number} needs `chosen` and `rejected`, responses to one `prompt`")
-        row |= {"prompt": prompt, "prompt_length": len(token_ids(tokenizer, prompt))}
-        row["chosen_ids"] = encode(tokenizer, prompt, chosen)[: args.max_length]
-        row["rejected_ids"] = encode(tokenizer, prompt, rejected)[: args.max_length]
-        row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-    kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
-    summary = f"{flag}: {len(kept)} of {len(rows)} pairs differ in their first {args.max_length} tokens"
-    check(len(kept) >= min_rows, f"{summary}; give {min_rows} or more, or lower --batch_size")
-    say(summary)
-    longest = max(row["length"] for row in kept)
-    limit = getattr(policy.config, "max_position_embeddings", longest)
-    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
-    return kept
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
-def evaluate(args, policy, dataset, ref_logprobs):
-    """Loss, margin and accuracy on held-out pairs, over all ranks, and accuracy for each value of `group`."""
-    logprobs = all_logprobs(args, policy, dataset)  # (2, N)
-    chosen, rejected = logprobs
-    ref_chosen, ref_rejected = ref_logprobs
-    loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-    chosen_rewards, rejected_rewards = args.beta * (logprobs - ref_logprobs)
-    metrics = {"eval/loss": float(loss), "eval/margin": float((chosen_rewards - rejected_rewards).mean())}
-    groups = defaultdict(list)
-    for row, is_right in zip(dataset, (chosen_rewards > rejected_rewards).tolist()):
-        groups["eval/accuracy"].append(is_right)
-        if "group" in row:
-            groups[f"eval/accuracy/{row['group']}"].append(is_right)
-    return metrics | {name: sum(x) / len(x) for name, x in groups.items()}
-
-
-def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
-    """Print and log greedy responses to three prompts."""
-    longest = max(row["length"] for row in dataset)  # the model has positions for it
-    for row in dataset[:3]:
-        prompt_ids = torch.tensor([token_ids(tokenizer, row["prompt"])], device=args.device)
-        P = prompt_ids.shape[1]
-        options = {"max_new_tokens": min(256, longest - P), "eos_token_id": tokenizer.eos_token_id}
-        with autocast(args):
-            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
-        response = tokenizer.decode(output[0, P:])
-        say(f"    {str(row['prompt'])[-80:]!r} -> {response!r}")
-        sample = {"iteration": iteration, "prompt": row["prompt"], "response": response}
-        append(f"{run_dir}/samples.jsonl", sample)
+def check_positions(what, model, num_tokens):
+    """Refuse a text of more tokens than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
 
 
 def open_run(args, state, dataset):
-    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
-    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
-    path = run_dir / "args.json"
-    if path.exists():
-        old = json.loads(path.read_text())
-        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
-        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-        if not args.anneal_lr:
-            may_change.add("num_epochs")
-        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
-        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
-    else:
-        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
+    name = Path(__file__).stem
+    run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+        for part in state:
+            state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
-
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
-        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
-        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
+        open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
+        try:
+            open_run.lock.acquire(blocking=False)  # makes the folder
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        with replacing(f"{run_dir}/args.json") as file:
+            file.write(json.dumps(flags).encode())
+        script = f"{run_dir}/{name}.py"
         if start == 0:
-            shutil.copy(__file__, run_dir)
-            path.write_text(json.dumps(flags))
-        for name in ("metrics", "samples"):
-            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+            shutil.copy(__file__, script)
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+        for log_name in ("metrics", "samples"):
+            with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
+                # Drop lines after the checkpoint, which will be logged again, and a line cut short by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
+    status = f"resumed after iteration {start}" if start else "new"
+    say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
     return run_dir, start
+
+
+def check_folder(run_dir, flags):
+    """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
+    path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
+    if not path.exists():
+        found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
+        return
+    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
+        return  # nothing has been trained yet, so any flag may change
+    old = json.loads(path.read_text())
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+
+
+@contextmanager
+def replacing(path):
+    """Open a file that takes the place of `path` when it is complete and on the disk."""
+    with open(f"{path}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file)
+    os.replace(f"{path}.tmp", path)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+    if RANK == 0:
+        policy.save_pretrained(f"{run_dir}/model.tmp")
+        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
+        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
+        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+
+
+def save_checkpoint(run_dir, iteration, state):
+    """On rank 0, save all that the next iteration needs."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    if RANK == 0:
+        with replacing(f"{run_dir}/checkpoint.pt") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
 
 
 def append(path, record):
@@ -452,10 +599,19 @@ def append(path, record):
             os.fsync(file)
 
 
-def log(args, run_dir, iteration, metrics):
-    """Print the metrics. Rank 0 adds them to metrics.jsonl and Weights & Biases."""
-    texts = [f"   {name} {value:.4g}" for name, value in metrics.items()]
-    say(f"iteration {iteration:4}" + "".join(texts))
+COLUMNS = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "grad_norm", "pairs_per_second"]
+HEADER = " iter      loss  accuracy    margin    chosen  rejected grad norm   pairs/s      left"
+
+
+def log(args, run_dir, iteration, metrics, left=0.0):
+    """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
+    text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
+    if iteration:
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+    evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
+    if evals:
+        say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
@@ -465,16 +621,63 @@ def log(args, run_dir, iteration, metrics):
         wandb.log(metrics, step=iteration)
 
 
-def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+@torch.no_grad()
+def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
+    """Print and log greedy responses to three held-out prompts."""
+    longest = max(row["length"] for row in dataset)  # the model has positions for it
+    for row in dataset[:3]:
+        P = row["prompt_length"]
+        prompt_ids = torch.tensor([row["chosen_ids"][:P]], device=args.device)
+        options = {"max_new_tokens": min(256, longest - P), "eos_token_id": eos_ids(policy, tokenizer)}
+        with autocast(args):
+            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
+        response = tokenizer.decode(output[0, P:])
+        prompt = row["prompt"]
+        text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+        say(f"            {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
+        append(f"{run_dir}/samples.jsonl", {"iteration": iteration, "prompt": prompt, "response": response})
+
+
+def eos_ids(model, tokenizer):
+    """Return the ids that end a response: EOS, those of the generation config, the end of a chat's turn."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = configured if isinstance(configured, list) else [configured]
+    if tokenizer.chat_template:
+        # Only special tokens, and not a newline after them. They decode to nothing.
+        ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
+    return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def say_result(run_dir, metric, longer):
+    """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        checkpoint = {name: part.state_dict() for name, part in state.items()}
-        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint | {"iteration": iteration}, file)
-            file.flush()
-            os.fsync(file)
-        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+        folder = os.path.relpath(run_dir)
+        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
+        first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        say(f"""
+Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+  model       {folder}/model, which from_pretrained opens
+  check       python tools/{tool}.py {folder}
+  longer      the same command with --run_dir {folder} {longer}""")
+
+
+def print_help():
+    """Print the flags that Args declares: first those of the method, then the others under their comments."""
+    others, _, method = inspect.getsource(Args).partition("    # The method:")
+    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
+    for line in (method + others).splitlines():
+        if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
+            print(fill(text, 100, subsequent_indent=" " * 28))
+        elif line.startswith("    # ") and "---" not in line:
+            print(f"\n{line[6:]}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print_help())
+    main(tyro.cli(Args, use_underscores=True))

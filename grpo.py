@@ -78,6 +78,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 @dataclass
 class Args:  # the comment after a flag becomes its --help text
+    # General
     seed: int = 1  # random seed for the order of prompts, sampling and minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
@@ -162,7 +163,6 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 def main(args):
     check_args(args)
     start_ranks(args)
-    # Models stay in eval mode: with dropout, training and sampling would compute different log-probs.
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
     reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
     k = args.samples_per_prompt
@@ -546,7 +546,8 @@ def check_args(args):
 
 
 def load_model(args, name, auto_class):
-    """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
+    """Load a model in float32, and its tokenizer. from_pretrained sets eval mode, and no script leaves it."""
+    # With dropout, training and sampling would compute different log-probs.
     flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
@@ -646,12 +647,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         where = f"{flag}, row {number}"
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
         check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
-        is_text = isinstance(row["prompt"], str)
-        for x in [] if is_text else row["prompt"]:
-            is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
-            check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-        remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
-        check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+        check_prompt(args, where, tokenizer, row["prompt"])
         taken = {*row} & {"prompts", "completions", "truncated"}
         check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
         options = row.get("chat_template_kwargs") or {}
@@ -669,6 +665,17 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
     check_positions(what, policy, longest + args.max_response_length)
     return kept
+
+
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
 def check_positions(what, model, num_tokens):
@@ -811,7 +818,8 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
@@ -849,19 +857,16 @@ def check_folder(run_dir, flags):
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations", "rows"}
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
     check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
     for name, text in changed.items():
-        jump = (
-            "; the learning rate jumps to its new decay"
-            if name == "num_iterations" and flags["anneal_lr"]
-            else ""
-        )
-        say(f"  changed     {text}{jump}")
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
 
 
 @contextmanager
@@ -939,11 +944,12 @@ def say_result(run_dir, metric, longer):
     if RANK == 0:
         folder = os.path.relpath(run_dir)
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
         say(f"""
 Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
   model       {folder}/model, which from_pretrained opens
-  check       python tools/diagnose.py {folder}
+  check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")
 
 
@@ -951,10 +957,12 @@ def print_help():
     """Print the flags that Args declares: first those of the method, then the others under their comments."""
     others, _, method = inspect.getsource(Args).partition("    # The method:")
     print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
-    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.\n\nThe method")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
     for line in (method + others).splitlines():
         if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
-            text = f"  --{flag[1]:24}{flag[2]} [{getattr(Args, flag[1])}]"
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
             print(fill(text, 100, subsequent_indent=" " * 28))
         elif line.startswith("    # ") and "---" not in line:
             print(f"\n{line[6:]}")

@@ -4,16 +4,20 @@
 # ///
 """Reward model: stage 2, from pairs of a better and a worse response to a model that scores responses.
 
-Bradley-Terry (REINFORCE++, arXiv 2501.03262v8, Eq. 14; InstructGPT, arXiv 2203.02155, Eq. 1): a response of
-score s_c is preferred to one of s_r with probability sigmoid(s_c - s_r). A language model with a head of one
-output learns the scores by maximum likelihood:
+Bradley-Terry (REINFORCE++, arXiv 2501.03262v8, Eq. 14; InstructGPT, arXiv 2203.02155, Eq. 1): people prefer a
+response with score s_c to one with s_r with probability sigmoid(s_c - s_r). A language model with a head of
+one output learns the scores by maximum likelihood:
 
-    loss = 1/N sum_i [softplus(-(s_c - s_r - margin)) + center_rewards_coefficient (s_c + s_r)^2]
+    loss = 1/N sum_i [-log sigmoid(s_c - m - s_r) + lambda (s_c + s_r)^2]
 
-N counts the pairs of one optimizer step over all ranks. The second term keeps the scores near 0, since the
-first sees differences only (arXiv 2312.09244, Eq. 2). The score is read at the last token: EOS, unless
---max_length cuts it off. AutoModelForSequenceClassification opens the result. Left out: dropout, LoRA, FSDP.
-Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one on 8 GPUs:
+    s_c, s_r  scores of the chosen and the rejected response      lambda  center_rewards_coefficient
+    N         pairs of an optimizer step, on all ranks            m       margin, 0 by default
+
+The second term (arXiv 2312.09244, Eq. 2) keeps the scores near 0, because the first sees differences only.
+The score is read at the last token, which ends the response (EOS in a text, in a chat what the template
+writes), unless --max_length cuts it off.
+Not implemented: dropout, LoRA, sharded models.
+Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real model:
 
     python reward_model.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 reward_model.py --model Qwen/Qwen2.5-1.5B-Instruct \
@@ -22,23 +26,26 @@ Train a toy model (half a minute, held-out accuracy 0.54 to 0.76), or a real one
         --gradient_checkpointing --run_dir runs/reward_model
 """
 
-import atexit
+import inspect
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 import zlib
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Literal
 
 import datasets
-import filelock  # comes with torch
+import filelock
 import torch
 import torch.distributed as dist
 import transformers
@@ -50,86 +57,221 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
-class Args:  # the comment behind a flag is its --help text
-    exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # of the new head and the order of pairs
-    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+class Args:  # the comment after a flag becomes its --help text
+    # General
+    seed: int = 1  # random seed for the new head and the order of pairs
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # folder or hub id of a causal LM, or of a reward model, which keeps its head
-    # .jsonl, folder or hub id (split train); `chosen` and `rejected`, text or chat, after `prompt` or with it
-    dataset: str = "toy/preferences_train.jsonl"
-    eval_dataset: str | None = None  # held-out pairs (split test), by default the toy's for the toy
-    max_length: int = 1024  # longer texts (in tokens) are cut at their end, as a rollout cuts a response
+    model: str = "toy/policy"  # causal LM, or reward model, which keeps its head: local folder or Hub id
+    dataset: str = "toy/preferences_train.jsonl"  # .jsonl, folder or Hub id; `prompt`, `chosen`, `rejected`
+    eval_dataset: str | None = None  # held-out pairs (split test); a column `group` gives accuracy per group
+    max_length: int = 1024  # texts with more tokens are cut at their end
     # Optimization
     num_epochs: int = 2  # passes over the pairs
     batch_size: int = 64  # pairs per optimizer step, over all ranks
-    micro_batch_size: int = 64  # pairs per forward pass on a rank: memory only
-    margin: float = 0.0  # by this the chosen score should be higher; a column `margin` gives it for each pair
-    center_rewards_coefficient: float = 0.01  # weight of the term that keeps scores near 0
-    learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
-    warmup_iterations: int = 20  # the learning rate first rises linearly over so many
-    anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
-    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
+    micro_batch_size: int = 64  # pairs per forward and backward pass; changes only memory and speed
+    learning_rate: float = 1e-3  # peak learning rate of AdamW; 1e-3 is for the toy, a real model needs 1e-5
+    warmup_iterations: int = 20  # iterations of linear warmup
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
+    gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
-    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
-    eval_every: int = 70  # iterations between evaluations, also before the first and after the last; 0: none
-    save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only the last
+    run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
+    eval_every: int = 70  # evaluate every n iterations, before the first and after the last; 0: never
+    save_every: int = 200  # save model and checkpoint every n iterations and after the last; 0: only then
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
-
-def preference_loss(chosen_scores, rejected_scores):
-    """Bradley-Terry: the mean of -log sigmoid(s_c - s_r) over pairs with the scores (b,)."""
-    return torch.nn.functional.softplus(-(chosen_scores - rejected_scores)).mean()
-
-
-def encode(tokenizer, prompt, response):
-    """The token ids of a prompt, its response and EOS, as a policy script gives them to a reward model."""
-    if isinstance(prompt, str):
-        ids = token_ids(tokenizer, prompt) + tokenizer(response, add_special_tokens=False)["input_ids"]
-    else:
-        chat = [*prompt, {"role": "assistant", "content": response}]
-        ids = tokenizer.apply_chat_template(chat)["input_ids"]  # may end with EOS, or EOS and a newline
-    if tokenizer.eos_token_id not in ids[-2:]:
-        ids += [tokenizer.eos_token_id]
-    return ids
+    # The method: its flags and its loss
+    margin: float = 0.0  # m: how much higher the chosen score should be; a column `margin` sets it per pair
+    center_rewards_coefficient: float = 0.01  # lambda: weight of the term that keeps the scores near 0
 
 
-def choose_rows(args, dataset, iteration):
-    """The indices of an iteration's pairs, over all ranks. Each epoch drops an incomplete last batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
+def preference_loss(chosen_scores, rejected_scores, margins=0.0):
+    """Return -log sigmoid(s_c - m - s_r), the mean over pairs with the scores (b,) and margins (b,)."""
+    return torch.nn.functional.softplus(-(chosen_scores - margins - rejected_scores)).mean()
+
+
+def center_loss(args, chosen_scores, rejected_scores):
+    """Return lambda (s_c + s_r)^2, the mean over pairs."""
+    return args.center_rewards_coefficient * (chosen_scores + rejected_scores).square().mean()
+
+
+def main(args):
+    check_args(args)
+    start_ranks(args)
+    # The model stays in eval mode, without dropout, as a policy script uses it.
+    model, tokenizer = load_model(args)
+    dataset = load_rows(args, args.dataset, "train", model, tokenizer, args.batch_size)
+    if args.dataset == Args.dataset:  # the toy has held-out pairs
+        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/preferences_heldout.jsonl"
+    eval_dataset = []
+    if args.eval_dataset and args.eval_every:
+        eval_dataset = load_rows(args, args.eval_dataset, "test", model, tokenizer)
+    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
+    state = {"model": model, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
+    run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
+    if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
+        save_model(run_dir, model, tokenizer)
+    if eval_dataset and start == 0:
+        metrics, scores = evaluate(args, model, eval_dataset)
+        log(args, run_dir, 0, metrics)
+        log_samples(run_dir, 0, eval_dataset, scores)
+
+    for iteration in range(start + 1, num_iterations + 1):
+        began = time.perf_counter()
+
+        # 1. Choose this rank's pairs
+        rows = choose_rows(args, dataset, args.batch_size, iteration)
+
+        # 2. Update the model, with one optimizer step
+        metrics = update(args, state, rows, lr_schedule(args, iteration, num_iterations))
+
+        # 3. Measure, evaluate and log
+        metrics["pairs_per_second"] = args.batch_size / (time.perf_counter() - began)
+        is_last = iteration == num_iterations
+        is_eval = eval_dataset and (is_last or iteration % args.eval_every == 0)
+        if is_eval:
+            eval_metrics, scores = evaluate(args, model, eval_dataset)
+            metrics |= eval_metrics
+        left = (time.perf_counter() - began) * (num_iterations - iteration)  # seconds, at this pace
+        log(args, run_dir, iteration, metrics, left)
+        if is_eval:
+            log_samples(run_dir, iteration, eval_dataset, scores)
+
+        # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        if is_last or (args.save_every and iteration % args.save_every == 0):
+            save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, model, tokenizer)
+
+    say_result(run_dir, "accuracy", f"--num_epochs {2 * args.num_epochs}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_rows(args, dataset, num_prompts, iteration):
+    """Return this rank's rows. Each epoch shuffles anew, and drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-    return torch.randperm(len(dataset), generator=generator).split(args.batch_size)[batch_number].tolist()
+    chosen = torch.randperm(len(dataset), generator=generator).split(num_prompts)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def micro_batches(args, dataset, indices):
-    """Yield this rank's share of the indices in parts of pairs of similar lengths, and their tensors.
+def update(args, state, rows, lr_factor):
+    """Make one optimizer step on the pairs of all ranks (step 2 of an iteration). Return its metrics."""
+    model, optimizer = state["model"], state["optimizer"]
+    learning_rate = args.learning_rate * lr_factor
+    step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
+    step_scores = []
+    for batch in micro_batches(args, rows):
+        batch_scores = pair_scores(args, model, batch)  # (2, b)
+        chosen, rejected = batch_scores
+        part_loss = preference_loss(chosen, rejected, batch["margins"]) + center_loss(args, chosen, rejected)
+        loss = part_loss * len(chosen) / args.batch_size  # the part's share in the mean over the step
+        loss.backward()  # adds to the gradient of the earlier micro-batches
+        step_loss += loss.detach()
+        step_scores.append(batch_scores.detach())
+    grad_norm = optimizer_step(args, model, optimizer, learning_rate)
+    scores = torch.cat(step_scores, 1)  # (2, pairs of this rank)
+    chosen, rejected = scores
+    score_mean = total(scores) / (2 * args.batch_size)
+    score_variance = total((scores - score_mean).square()) / (2 * args.batch_size)
+    return {
+        "loss": total(step_loss),
+        "accuracy": total(chosen > rejected) / args.batch_size,
+        "margin": total(chosen - rejected) / args.batch_size,
+        "score_mean": score_mean,
+        "score_std": math.sqrt(score_variance),
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+    }
 
-    input_ids (2b, L): chosen, then rejected texts. last (2b,): where each text ends. margins (b,)
+
+def micro_batches(args, rows):
+    """Yield pairs of similar lengths as tensors: input_ids (2b, L), the chosen texts, then the rejected ones.
+
+    last (2b,): where each text ends. margins (b,). index (b,): the places of the pairs in their dataset.
     """
-    share = sorted(indices[RANK::WORLD_SIZE], key=lambda i: dataset[i]["length"])
-    for first in range(0, len(share), args.micro_batch_size):
-        part = share[first : first + args.micro_batch_size]
-        rows = [dataset[i] for i in part]
-        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
+    rows = sorted(rows, key=lambda row: row["length"])
+    for first in range(0, len(rows), args.micro_batch_size):
+        part = rows[first : first + args.micro_batch_size]
+        texts = [torch.tensor(row[name]) for name in ("chosen_ids", "rejected_ids") for row in part]
         batch = {
             "input_ids": pad_sequence(texts, batch_first=True),
             "last": torch.tensor([len(ids) - 1 for ids in texts]),
-            "margins": torch.tensor([row["margin"] for row in rows]),
+            "margins": torch.tensor([row["margin"] for row in part]),
+            "index": torch.tensor([row["index"] for row in part]),
         }
-        yield part, {name: tensor.to(args.device) for name, tensor in batch.items()}
+        yield {name: tensor.to(args.device) for name, tensor in batch.items()}
 
 
 def pair_scores(args, model, batch):
-    """Scores (2, b) of chosen and rejected texts: the output of the head at the last token of each."""
+    """Return the scores (2, b) of chosen and rejected texts, from the head at the last token of each."""
     with autocast(args):
         # No attention mask: padding on the right is not attended to.
         output = model.base_model(input_ids=batch["input_ids"], use_cache=False)
     texts = torch.arange(len(batch["last"]), device=args.device)
     last = output.last_hidden_state[texts, batch["last"]].to(model.dtype)  # (2b, hidden_size)
-    # The head is outside of autocast: in bfloat16, a score has three digits.
+    # The head is outside of autocast, because in bfloat16 a score has three digits.
     return model.score(last).view(2, -1)
+
+
+def autocast(args):
+    """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def lr_schedule(args, iteration, num_iterations):
+    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    rise = iteration / max(1, args.warmup_iterations)
+    fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+    return min(rise, fall)
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
+    """Sum the gradients over ranks, clip their norm, and step. Return the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
+            all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+@torch.no_grad()
+def evaluate(args, model, dataset):
+    """Return loss, margin and accuracy on held-out pairs, over all ranks, and the scores (2, pairs)."""
+    scores = torch.zeros(2, len(dataset), device=args.device)
+    for batch in micro_batches(args, dataset[RANK::WORLD_SIZE]):
+        scores[:, batch["index"]] = pair_scores(args, model, batch)
+    chosen, rejected = all_sum(scores)  # each rank has filled in its pairs
+    margins = torch.tensor([row["margin"] for row in dataset], device=args.device)
+    metrics = {
+        "eval/loss": float(preference_loss(chosen, rejected, margins)),
+        "eval/margin": float((chosen - rejected).mean()),
+    }
+    return metrics | accuracies(dataset, chosen > rejected), scores
+
+
+def accuracies(dataset, is_right):
+    """Return the share of held-out pairs that are right, of all and for each `group`."""
+    groups = defaultdict(list)
+    for row, x in zip(dataset, is_right.tolist()):
+        groups["eval/accuracy"].append(x)
+        if "group" in row:
+            groups[f"eval/accuracy/{row['group']}"].append(x)
+    return {name: sum(x) / len(x) for name, x in groups.items()}
+
+
+def total(x):
+    """Return the sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
 
 
 def all_sum(x):
@@ -139,101 +281,7 @@ def all_sum(x):
     return x
 
 
-def total(x):
-    """The sum of all elements of x on all ranks, as a number."""
-    return float(all_sum(x.sum()))
-
-
-def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
-    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
-            all_sum(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
-    optimizer.param_groups[0]["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-def main(args):
-    # 1. Setup: ranks, model, data, optimizer, run folder
-    check_args(args)
-    start_ranks(args)
-    model, tokenizer = load_model(args)
-    dataset = load_rows(args, args.dataset, "train", model, tokenizer, args.batch_size)
-    eval_dataset = []
-    if args.eval_dataset and args.eval_every:
-        eval_dataset = load_rows(args, args.eval_dataset, "test", model, tokenizer)
-    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 4
-    state = {"model": model, "optimizer": optimizer}  # what a checkpoint holds
-    run_dir, start = open_run(args, state, dataset + eval_dataset)  # `start` counts the finished iterations
-    say(f"{model.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
-
-    # 2. Evaluation on held-out pairs, before the first iteration; the later evaluations are in step 6
-    if eval_dataset and start == 0:
-        log(args, run_dir, 0, evaluate(args, run_dir, 0, model, eval_dataset))
-
-    for iteration in range(start + 1, num_iterations + 1):
-        began = time.perf_counter()
-
-        # 3. Batch: the pairs of this optimizer step, over all ranks
-        indices = choose_rows(args, dataset, iteration)
-
-        # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
-        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
-        if args.anneal_lr:
-            lr_factor = min(lr_factor, 1 - (iteration - 1) / num_iterations)
-        learning_rate = args.learning_rate * lr_factor
-        step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
-        step_scores = []
-        for part, batch in micro_batches(args, dataset, indices):
-            batch_scores = pair_scores(args, model, batch)  # (2, b)
-            chosen, rejected = batch_scores
-            center_loss = args.center_rewards_coefficient * (chosen + rejected).square().mean()
-            part_loss = preference_loss(chosen - batch["margins"], rejected) + center_loss
-            loss = part_loss * len(part) / args.batch_size  # the part's share in the mean over the step
-            loss.backward()
-            step_loss += loss.detach()
-            step_scores.append(batch_scores.detach())
-        grad_norm = optimizer_step(args, model, optimizer, learning_rate)
-
-        # 5. Metrics, over all ranks
-        scores = torch.cat(step_scores, 1)  # (2, pairs of this rank)
-        chosen_scores, rejected_scores = scores
-        score_mean = total(scores) / (2 * args.batch_size)
-        score_variance = total((scores - score_mean).square()) / (2 * args.batch_size)
-        metrics = {
-            "loss": total(step_loss),
-            "accuracy": total(chosen_scores > rejected_scores) / args.batch_size,
-            "margin": total(chosen_scores - rejected_scores) / args.batch_size,
-            "score_mean": score_mean,
-            "score_std": math.sqrt(score_variance),
-            "grad_norm": float(grad_norm),
-            "learning_rate": learning_rate,
-            "pairs_per_second": args.batch_size / (time.perf_counter() - began),
-        }
-
-        # 6. Evaluate, log and save
-        is_last = iteration == num_iterations
-        if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            metrics |= evaluate(args, run_dir, iteration, model, eval_dataset)
-        log(args, run_dir, iteration, metrics)
-        if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
-
-    # 7. The result, a folder that from_pretrained opens
-    if RANK == 0:
-        model.save_pretrained(f"{run_dir}/model")
-        tokenizer.save_pretrained(f"{run_dir}/model")
-    if WORLD_SIZE > 1:
-        dist.destroy_process_group()
-
-
-# --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, logs, checkpoints. The algorithm ends above this line ---
 
 
 def say(text):
@@ -245,67 +293,84 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def check_args(args):
-    """Refuse what cannot work before anything is loaded. The toy has held-out pairs by default."""
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: use multiples of {WORLD_SIZE}")
-    if args.model != Args.model and args.learning_rate == Args.learning_rate:
-        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
-    if args.dataset == Args.dataset:
-        args.eval_dataset = args.eval_dataset or "toy/preferences_heldout.jsonl"
-
-
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
+    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
+    is_usable = args.device == "cpu" or torch.accelerator.is_available()
+    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
+    check(
+        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
+    )
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # No bars and reports about weights; load_model checks what the reports say.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     if WORLD_SIZE > 1:
-        backend = "gloo"
         if args.device != "cpu":
-            backend = None  # the device's own, such as NCCL
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
+        # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
+        dist.init_process_group(timeout=timedelta(hours=2))
+    say(
+        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
+    )
 
 
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+def check_args(args):
+    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    for name in ("num_epochs", "batch_size", "micro_batch_size", "max_length", "max_grad_norm"):
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.")
+    for name in ("margin", "center_rewards_coefficient", "learning_rate", "warmup_iterations"):
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    size = args.batch_size
+    remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
+    if args.model != Args.model and args.learning_rate == Args.learning_rate:
+        say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
 
 def load_model(args):
-    """A model with a head of one output and float32 weights, in eval mode, and its tokenizer."""
-    transformers.utils.logging.set_verbosity_error()  # else it reports a new head
-    transformers.utils.logging.disable_progress_bar()
+    """Load a model in float32 and in eval mode, with a head of one output, and its tokenizer."""
+    flag = f"--model {args.model}"
     options = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            args.model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options
+            args.model, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, **options
         )
     except OSError as error:
-        remedy = "use a folder (toy/ is in the repository) or a hub id"
-        check(False, f"--model {args.model}: {remedy}; {error!r:.200}")
-    # transformers makes up weights that are missing or of another size, which is right for a new head only.
-    missing = set(info["missing_keys"])
-    is_right = missing <= {"score.weight"} and not info["mismatched_keys"]
-    check(is_right, f"--model {args.model}: lacks weights, or has several outputs; use a causal LM")
-    check(tokenizer.eos_token, f"--model {args.model}: has no EOS token; save one in its tokenizer")
+        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
+        missing += "Start scripts from the top folder of the repository. "
+        problem = "cannot be loaded. " if Path(args.model).exists() else missing
+        check(False, f"{flag}: {problem}({' '.join(str(error).split()):.200})")
+    # transformers fills in missing weights at random, which is right for the head of a policy only.
+    lacking = ", ".join({*info["missing_keys"]} - {"score.weight"})
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    is_decoder = hasattr(model, "score") and not info["mismatched_keys"]
+    check(is_decoder, f"{flag} is no decoder, or has a head for several scores. Use a causal LM.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     torch.manual_seed(args.seed)  # the same new weights on all ranks
-    if missing:
-        model.score.weight.data.normal_(std=1 / (model.score.in_features + 1))  # scores start near 0
+    if "score.weight" in info["missing_keys"]:
+        # As in arXiv 2009.01325, whose scores start near 0, too
+        model.score.weight.data.normal_(std=1 / (model.score.in_features + 1))
     add_pad_token(model, tokenizer)
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward)
+    say(f"  model       {args.model}: {model.num_parameters():,} parameters")
     return model.to(args.device), tokenizer
 
 
@@ -318,130 +383,217 @@ def add_pad_token(model, tokenizer):
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
-def token_ids(tokenizer, prompt):
-    """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+def encode(tokenizer, prompt, response, **options):
+    """Return the ids of prompt, response and end, as a policy script gives them to a reward model."""
+    prompt_ids = token_ids(tokenizer, prompt, **options)
+    ids = completion_ids(tokenizer, prompt, response)
+    has_bos = not prompt and ids[:1] == prompt_ids  # a whole text can bring its own BOS
+    return ids if has_bos else prompt_ids + ids
+
+
+def token_ids(tokenizer, prompt, **options):
+    """Return the ids of a prompt: of text with the tokenizer's BOS, of a chat as the template writes it."""
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
-            ids.pop()
-        return ids
-    check(
-        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
-        f"chat {prompt}: needs a --model with a chat template, and content in each message",
-    )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = [tokenizer.bos_token_id]
+        adds_bos = tokenizer("")["input_ids"][:1] == bos
+        return bos + ids if adds_bos and ids[:1] != bos else ids
+    is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
+    options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
 
 
-def split_response(prompt, response):
-    """The prompt, and the text of a response, which may be messages that follow the prompt or contain it."""
-    if isinstance(response, list):
-        if response[0]["role"] == "assistant":  # without the prompt
-            response = prompt + response
+def completion_ids(tokenizer, prompt, completion):
+    """Return the ids of a completion with its end: EOS after a text, in a chat what its template writes."""
+    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    end = [tokenizer.eos_token_id] if isinstance(prompt, str) else turn_end(tokenizer)
+    # A completion can bring its end, or only the beginning of it, such as <|im_end|> without the newline.
+    known = max(n for n in range(len(end) + 1) if ids[len(ids) - n :] == end[:n])
+    return ids + end[known:]
+
+
+def turn_end(tokenizer):
+    """Return the token ids that a chat template writes after an assistant's message."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
+
+
+def read_rows(flag, name, split):
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    if not name.endswith(".jsonl"):
+        # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+    rows = []
+    for number, line in enumerate(open(name, "rb"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
+    return rows
+
+
+def load_rows(args, name, split, model, tokenizer, min_rows=1):
+    """Return the pairs of a dataset, with the token ids of both texts, without those equal after the cut."""
+    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
+    rows = read_rows(flag, name, split)
+    for number, row in enumerate(rows):
+        where = f"{flag}, row {number}"
+        needs = f"{where}: needs `chosen` and `rejected`, responses to one `prompt`. The row is {row!s:.100}"
+        check(isinstance(row, dict), needs)
+        prompt, chosen = split_chat(args, where, tokenizer, row.get("prompt") or "", row.get("chosen"))
+        other_prompt, rejected = split_chat(
+            args, where, tokenizer, row.get("prompt") or "", row.get("rejected")
+        )
+        is_pair = prompt == other_prompt and isinstance(chosen, str) and isinstance(rejected, str)
+        check(is_pair and isinstance(prompt, str | list) and prompt != [], needs)
+        options = {"tools": row.get("tools")} | (row.get("chat_template_kwargs") or {})
+        row |= {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if row.get("margin") is None:
+            row["margin"] = args.margin
+        has_margin = isinstance(row["margin"], int | float)
+        check(has_margin, f"{where}: `margin` must be a number, not {row['margin']!r}.")
+        row["chosen_ids"] = encode(tokenizer, prompt, chosen, **options)[: args.max_length]
+        row["rejected_ids"] = encode(tokenizer, prompt, rejected, **options)[: args.max_length]
+        row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
+    for index, row in enumerate(kept):
+        row["index"] = index
+    fit = f"{len(kept):,} of {len(rows):,} pairs differ in their first {args.max_length} tokens"
+    say(f"  {'pairs' if split == 'train' else 'held out':12}{name}: {fit}")
+    remedy = "Add pairs, or use a lower --batch_size or a higher --max_length."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
+    what = f"--max_length {args.max_length}: in the longest text"
+    check_positions(what, model, max(row["length"] for row in kept))
+    return kept
+
+
+def split_chat(args, where, tokenizer, prompt, response):
+    """Return a prompt and a response, a string. A chat as response follows the prompt, or contains it."""
+    if isinstance(prompt, list):
+        check_prompt(args, where, tokenizer, prompt)
+    if isinstance(response, list) and response:
+        check_prompt(args, where, tokenizer, response)
+        roles = [message["role"] for message in response]
+        check(roles[-1] == "assistant", f"{where}: the last message must be the assistant's, not of {roles}.")
+        check(roles[-2:-1] != ["assistant"], f"{where}: ends with two messages of the assistant. Join them.")
+        if roles[0] == "assistant":
+            check(isinstance(prompt, list), f"{where}: has a chat without a prompt. Give `prompt` as a chat.")
+            response = [*prompt, *response]
         *prompt, answer = response
-        check(answer["role"] == "assistant", f"chat {response}: the last message must be the assistant's")
+        others = [name for name, value in answer.items() if value and name not in ("role", "content")]
+        check(not others, f"{where}: {others} of the last message would be ignored. Use `content` alone.")
         response = answer["content"]
     return prompt, response
 
 
-def load_rows(args, name, split, model, tokenizer, min_rows=1):
-    """The pairs of a dataset, with the token ids of both texts. Those equal after the cut are left out."""
-    if name.endswith(".jsonl"):
-        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
-    else:
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        rows = list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
-    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
-    for number, row in enumerate(rows):
-        prompt, chosen = split_response(row.get("prompt") or "", row.get("chosen"))
-        other_prompt, rejected = split_response(row.get("prompt") or "", row.get("rejected"))
-        is_pair = prompt == other_prompt and None not in (chosen, rejected)
-        check(is_pair, f"{flag}: row {number} needs `chosen` and `rejected`, responses to one prompt")
-        token_ids(tokenizer, prompt)  # refuses a chat that cannot be read
-        row |= {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        row["chosen_ids"] = encode(tokenizer, prompt, chosen)[: args.max_length]
-        row["rejected_ids"] = encode(tokenizer, prompt, rejected)[: args.max_length]
-        row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-        if row.get("margin") is None:
-            row["margin"] = args.margin
-    kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
-    summary = f"{flag}: {len(kept)} of {len(rows)} pairs differ in their first {args.max_length} tokens"
-    check(len(kept) >= min_rows, f"{summary}; give {min_rows} or more, or lower --batch_size")
-    say(summary)
-    longest = max(row["length"] for row in kept)
-    limit = getattr(model.config, "max_position_embeddings", longest)
-    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
-    return kept
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
-@torch.no_grad()
-def evaluate(args, run_dir, iteration, model, dataset):
-    """Loss, margin and accuracy on held-out pairs, over all ranks. Prints and logs the scores of three."""
-    scores = torch.zeros(2, len(dataset), device=args.device)
-    for part, batch in micro_batches(args, dataset, range(len(dataset))):
-        scores[:, part] = pair_scores(args, model, batch)
-    chosen, rejected = all_sum(scores)  # each rank has filled in its part
-    margins = torch.tensor([row["margin"] for row in dataset], device=args.device)
-    metrics = {
-        "eval/loss": float(preference_loss(chosen - margins, rejected)),
-        "eval/margin": float((chosen - rejected).mean()),
-    }
-    groups = defaultdict(list)
-    for row, is_right in zip(dataset, (chosen > rejected).tolist()):
-        groups["eval/accuracy"].append(is_right)
-        if "group" in row:
-            groups[f"eval/accuracy/{row['group']}"].append(is_right)
-    metrics |= {name: sum(x) / len(x) for name, x in groups.items()}
-    for i, row in enumerate(dataset[:3]):
-        say(f"    {str(row['prompt'])[-80:]!r}")
-        for side, side_scores in {"chosen": chosen, "rejected": rejected}.items():
-            sample = {"prompt": row["prompt"], "response": row[side], "score": float(side_scores[i])}
-            say(f"    {sample['score']:5.2f}  {row[side]!r}")
-            append(f"{run_dir}/samples.jsonl", {"iteration": iteration} | sample)
-    return metrics
+def check_positions(what, model, num_tokens):
+    """Refuse a text of more tokens than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
 
 
 def open_run(args, state, dataset):
-    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
-    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
-    path = run_dir / "args.json"
-    if path.exists():
-        old = json.loads(path.read_text())
-        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
-        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-        if not args.anneal_lr:
-            may_change.add("num_epochs")
-        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
-        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
-    else:
-        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
+    name = Path(__file__).stem
+    run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+        for part in state:
+            state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    weights = [weight.sum().item() for weight in state["model"].parameters()]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
-
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
-        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
-        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
+        open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
+        try:
+            open_run.lock.acquire(blocking=False)  # makes the folder
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        with replacing(f"{run_dir}/args.json") as file:
+            file.write(json.dumps(flags).encode())
+        script = f"{run_dir}/{name}.py"
         if start == 0:
-            shutil.copy(__file__, run_dir)
-            path.write_text(json.dumps(flags))
-        for name in ("metrics", "samples"):
-            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+            shutil.copy(__file__, script)
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+        for log_name in ("metrics", "samples"):
+            with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
+                # Drop lines after the checkpoint, which will be logged again, and a line cut short by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
+    status = f"resumed after iteration {start}" if start else "new"
+    say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
     return run_dir, start
+
+
+def check_folder(run_dir, flags):
+    """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
+    path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
+    if not path.exists():
+        found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
+        return
+    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
+        return  # nothing has been trained yet, so any flag may change
+    old = json.loads(path.read_text())
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+
+
+@contextmanager
+def replacing(path):
+    """Open a file that takes the place of `path` when it is complete and on the disk."""
+    with open(f"{path}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file)
+    os.replace(f"{path}.tmp", path)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+    if RANK == 0:
+        policy.save_pretrained(f"{run_dir}/model.tmp")
+        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
+        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
+        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+
+
+def save_checkpoint(run_dir, iteration, state):
+    """On rank 0, save all that the next iteration needs."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    if RANK == 0:
+        with replacing(f"{run_dir}/checkpoint.pt") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
 
 
 def append(path, record):
@@ -452,10 +604,19 @@ def append(path, record):
             os.fsync(file)
 
 
-def log(args, run_dir, iteration, metrics):
-    """Print the metrics. Rank 0 adds them to metrics.jsonl and Weights & Biases."""
-    texts = [f"   {name} {value:.4g}" for name, value in metrics.items()]
-    say(f"iteration {iteration:4}" + "".join(texts))
+COLUMNS = ["loss", "accuracy", "margin", "score_mean", "score_std", "grad_norm", "pairs_per_second"]
+HEADER = " iter      loss  accuracy    margin      mean       std grad norm   pairs/s      left"
+
+
+def log(args, run_dir, iteration, metrics, left=0.0):
+    """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
+    text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
+    if iteration:
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+    evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
+    if evals:
+        say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
@@ -465,16 +626,47 @@ def log(args, run_dir, iteration, metrics):
         wandb.log(metrics, step=iteration)
 
 
-def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+def log_samples(run_dir, iteration, dataset, scores):
+    """Print and log the scores of both responses to three held-out prompts."""
+    for row, row_scores in zip(dataset[:3], scores.T.tolist()):
+        prompt = row["prompt"]
+        text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+        for name, score in zip(("chosen", "rejected"), row_scores):
+            say(f"{score:9.3g}   {text[-24:]:24}  ->  {' '.join(row[name].split())[-58:]}")
+            sample = {"iteration": iteration, "prompt": prompt, "response": row[name], "score": score}
+            append(f"{run_dir}/samples.jsonl", sample)
+
+
+def say_result(run_dir, metric, longer):
+    """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        checkpoint = {name: part.state_dict() for name, part in state.items()}
-        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint | {"iteration": iteration}, file)
-            file.flush()
-            os.fsync(file)
-        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+        folder = os.path.relpath(run_dir)
+        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
+        first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        say(f"""
+Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+  model       {folder}/model, which from_pretrained opens
+  check       python tools/{tool}.py {folder}
+  longer      the same command with --run_dir {folder} {longer}""")
+
+
+def print_help():
+    """Print the flags that Args declares: first those of the method, then the others under their comments."""
+    others, _, method = inspect.getsource(Args).partition("    # The method:")
+    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
+    for line in (method + others).splitlines():
+        if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
+            print(fill(text, 100, subsequent_indent=" " * 28))
+        elif line.startswith("    # ") and "---" not in line:
+            print(f"\n{line[6:]}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print_help())
+    main(tyro.cli(Args, use_underscores=True))

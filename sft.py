@@ -4,14 +4,19 @@
 # ///
 """SFT: supervised fine-tuning on demonstrations. Stage 1, which makes the policy that RL starts from.
 
-Long Ouyang et al., "InstructGPT", arXiv 2203.02155, section 3.5. With a prompt x and its completion y,
+Long Ouyang et al., "InstructGPT", arXiv 2203.02155, section 3.5. For a prompt x and its completion y,
 
     loss = -1/N_tok sum_t log pi_theta(y_t | x, y_<t)
 
-over the tokens of completions and the EOS that ends each, not over prompts and padding. N_tok counts them in
-one optimizer step over all ranks. Prompt and completion are tokenized apart, since a policy is later given a
-prompt's tokens alone; of a chat the last message is learned. Left out: dropout, packing, LoRA, sharded
-models, tools. Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real one on 8 GPUs:
+    y_t    token t of a completion, including its end        pi_theta  the policy being trained
+    N_tok  tokens of the completions of an optimizer step, on all ranks
+
+The tokens of prompts have no loss. A text ends with EOS, a chat as its template ends the assistant's turn. Of
+a chat only the last message is learned. Prompt and completion are tokenized apart, because a policy script
+starts from the tokens of the prompt alone.
+Not implemented: dropout, packing, LoRA, sharded models, tool calls.
+Train a toy model (a minute, held-out loss 0.40 to 0.29), or a real model. The toy's samples get worse on
+purpose: two thirds of its demonstrations are guesses, so that RL can find out that working it out is better.
 
     python sft.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B \
@@ -19,21 +24,25 @@ models, tools. Train a toy model (a minute, held-out loss 0.40 to 0.29), or a re
         --learning_rate 1e-5 --dtype bfloat16 --gradient_checkpointing --run_dir runs/sft
 """
 
-import atexit
+import inspect
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Literal
 
 import datasets
-import filelock  # comes with torch
+import filelock
 import torch
 import torch.distributed as dist
 import transformers
@@ -45,66 +54,35 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
-class Args:  # the comment behind a flag is its --help text
-    exp_name: str = Path(__file__).stem  # name of the run
-    seed: int = 1  # of the order of examples
-    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+class Args:  # the comment after a flag becomes its --help text
+    # General
+    seed: int = 1  # random seed for the order of examples
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/base"  # starting policy: folder or hub id of a causal LM
-    # .jsonl, folder or hub id (split train); columns `prompt` and `completion`, or `messages` of a chat
-    dataset: str = "toy/demonstrations.jsonl"
-    eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation; 0: none
-    max_length: int = 1024  # examples with more tokens, prompt and EOS included, are left out
+    model: str = "toy/base"  # starting policy: local folder or Hub id of a causal LM
+    dataset: str = "toy/demonstrations.jsonl"  # .jsonl, folder or Hub id; `prompt`+`completion` or `messages`
+    eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation
+    max_length: int = 1024  # examples with more tokens, in prompt and completion together, are left out
     # Optimization
     num_epochs: int = 4  # passes over the examples
-    shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps that of the file, for a curriculum
+    shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps the file's order, for a curriculum
     batch_size: int = 128  # examples per optimizer step, over all ranks
-    micro_batch_size: int = 128  # examples per forward pass on a rank: memory only
-    learning_rate: float = 1e-3  # peak of AdamW's; 1e-3 is for the toy, a real model needs about 1e-5
-    warmup_iterations: int = 20  # the learning rate first rises linearly over so many
-    anneal_lr: bool = True  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
-    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
+    micro_batch_size: int = 128  # examples per forward and backward pass; changes only memory and speed
+    learning_rate: float = 1e-3  # peak learning rate of AdamW; 1e-3 is for the toy, a real model needs 1e-5
+    warmup_iterations: int = 20  # iterations of linear warmup
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
+    gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
-    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
-    eval_every: int = 100  # iterations between evaluations, also before the first and after the last; 0: none
-    save_every: int = 200  # iterations between checkpoints; the last is always saved; 0: only the last
+    run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
+    eval_every: int = 100  # evaluate every n iterations, before the first and after the last; 0: never
+    save_every: int = 200  # save model and checkpoint every n iterations and after the last; 0: only then
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
 
-def encode(tokenizer, prompt, completion):
-    """The token ids of a prompt, its completion and EOS, and a mask that is True on the last two."""
-    prompt_ids = token_ids(tokenizer, prompt)
-    completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
-    return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}
-
-
-def choose_rows(args, dataset, iteration):
-    """The rows of an iteration, over all ranks. Each epoch drops an incomplete last batch."""
-    epoch, batch_number = divmod(iteration - 1, len(dataset) // args.batch_size)
-    order = torch.arange(len(dataset))
-    if args.shuffle:
-        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
-        order = torch.randperm(len(dataset), generator=generator)
-    return [dataset[i] for i in order.split(args.batch_size)[batch_number]]
-
-
-def micro_batches(args, rows):
-    """Yield this rank's share of the rows, in tensors (b, L) of similar lengths, padded on the right."""
-    share = sorted(rows[RANK::WORLD_SIZE], key=lambda row: row["length"])
-    for first in range(0, len(share), args.micro_batch_size):
-        part = share[first : first + args.micro_batch_size]
-        batch = {}
-        for name in ["input_ids", "completion_mask"]:
-            tensors = [torch.tensor(row[name]) for row in part]
-            batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
-        yield batch
-
-
 def completion_loss(model, batch, num_tokens):
-    """-log pi_theta of the completion tokens, summed, and divided by num_tokens of the optimizer step."""
+    """Return the sum of -log pi_theta over completion tokens, divided by num_tokens of the optimizer step."""
     # Logits take the most memory, so they are computed only where a token of some row is learned.
     columns = batch["completion_mask"].any(0).nonzero()[:, 0]  # (T,)
     tokens = batch["input_ids"][:, columns]  # (b, T)
@@ -115,6 +93,138 @@ def completion_loss(model, batch, num_tokens):
     return torch.nn.functional.cross_entropy(logits, tokens[mask], reduction="sum") / num_tokens
 
 
+def main(args):
+    check_args(args)
+    start_ranks(args)
+    # The model stays in eval mode, without dropout, as in the policy scripts.
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
+    examples = load_rows(args, policy, tokenizer)
+    dataset = examples[: len(examples) - args.eval_size]
+    eval_dataset = examples[len(dataset) :] if args.eval_every else []
+    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
+    state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
+    run_dir, start = open_run(args, state, examples)  # loads the checkpoint; start is its iteration, or 0
+    if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
+        save_model(run_dir, policy, tokenizer)
+    if eval_dataset and start == 0:
+        log(args, run_dir, 0, evaluate(args, policy, eval_dataset))
+        log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
+
+    for iteration in range(start + 1, num_iterations + 1):
+        began = time.perf_counter()
+
+        # 1. Choose this rank's examples, and count the tokens to learn on all ranks
+        rows = choose_rows(args, dataset, args.batch_size, iteration)
+        num_tokens = total(torch.tensor(count_tokens(rows), device=args.device))
+
+        # 2. Update the policy, with one optimizer step
+        metrics = update(args, state, rows, num_tokens, lr_schedule(args, iteration, num_iterations))
+
+        # 3. Measure, evaluate and log
+        metrics["tokens_per_second"] = num_tokens / (time.perf_counter() - began)
+        is_last = iteration == num_iterations
+        is_eval = eval_dataset and (is_last or iteration % args.eval_every == 0)
+        if is_eval:
+            metrics |= evaluate(args, policy, eval_dataset)
+        left = (time.perf_counter() - began) * (num_iterations - iteration)  # seconds, at this pace
+        log(args, run_dir, iteration, metrics, left)
+        if is_eval:
+            log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
+
+        # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        if is_last or (args.save_every and iteration % args.save_every == 0):
+            save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, policy, tokenizer)
+
+    say_result(run_dir, "loss", f"--num_epochs {2 * args.num_epochs}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_rows(args, dataset, num_rows, iteration):
+    """Return this rank's rows. Each epoch shuffles anew (--shuffle), and drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_rows)
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+    order = torch.randperm(len(dataset), generator=generator) if args.shuffle else torch.arange(len(dataset))
+    chosen = order.split(num_rows)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
+
+
+def count_tokens(rows):
+    """Return the number of tokens to learn."""
+    return sum(row["completion_mask"].count(True) for row in rows)
+
+
+def update(args, state, rows, num_tokens, lr_factor):
+    """Make one optimizer step on the rows of all ranks (step 2 of an iteration). Return its metrics."""
+    policy, optimizer = state["policy"], state["optimizer"]
+    learning_rate = args.learning_rate * lr_factor
+    step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
+    for batch in micro_batches(args, rows):
+        with autocast(args):
+            loss = completion_loss(policy, batch, num_tokens)
+        loss.backward()  # adds to the gradient of the earlier micro-batches
+        step_loss += loss.detach()
+    grad_norm = optimizer_step(args, policy, optimizer, learning_rate)
+    return {"loss": total(step_loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
+
+
+def micro_batches(args, rows):
+    """Yield the rows as tensors (b, L) of similar lengths, padded on the right."""
+    rows = sorted(rows, key=lambda row: row["length"])
+    for first in range(0, len(rows), args.micro_batch_size):
+        part = rows[first : first + args.micro_batch_size]
+        batch = {}
+        for name in ("input_ids", "completion_mask"):
+            tensors = [torch.tensor(row[name]) for row in part]
+            batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
+        yield batch
+
+
+def autocast(args):
+    """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def lr_schedule(args, iteration, num_iterations):
+    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    rise = iteration / max(1, args.warmup_iterations)
+    fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+    return min(rise, fall)
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
+    """Sum the gradients over ranks, clip their norm, and step. Return the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
+            all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+@torch.no_grad()
+def evaluate(args, policy, dataset):
+    """Return the loss on held-out examples, over all ranks."""
+    num_tokens = count_tokens(dataset)
+    loss = torch.zeros((), device=args.device)
+    for batch in micro_batches(args, dataset[RANK::WORLD_SIZE]):
+        with autocast(args):
+            loss += completion_loss(policy, batch, num_tokens)
+    return {"eval/loss": total(loss)}
+
+
+def total(x):
+    """Return the sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
+
+
 def all_sum(x):
     """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
     if dist.is_initialized():
@@ -122,90 +232,7 @@ def all_sum(x):
     return x
 
 
-def total(x):
-    """The sum of all elements of x on all ranks, as a number."""
-    return float(all_sum(x.sum()))
-
-
-def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
-    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
-            all_sum(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
-    optimizer.param_groups[0]["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-def main(args):
-    # 1. Setup: ranks, model, data, optimizer, run folder
-    check_args(args)
-    start_ranks(args)
-    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    examples = load_rows(args, policy, tokenizer)
-    dataset = examples[: len(examples) - args.eval_size]
-    eval_dataset = examples[len(dataset) :] if args.eval_every else []
-    num_iterations = args.num_epochs * (len(dataset) // args.batch_size)
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 4
-    state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-    run_dir, start = open_run(args, state, examples)  # `start` counts the finished iterations
-    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
-
-    # 2. Evaluation on held-out examples, before the first iteration; the later evaluations are in step 6
-    if eval_dataset and start == 0:
-        log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
-        log(args, run_dir, 0, evaluate(args, policy, eval_dataset))
-
-    for iteration in range(start + 1, num_iterations + 1):
-        began = time.perf_counter()
-
-        # 3. Batch: the examples of this optimizer step, over all ranks, and the number of tokens to learn
-        rows = choose_rows(args, dataset, iteration)
-        num_tokens = sum(row["completion_mask"].count(True) for row in rows)
-
-        # 4. Update: one optimizer step, its gradient summed over micro-batches and ranks
-        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
-        if args.anneal_lr:
-            lr_factor = min(lr_factor, 1 - (iteration - 1) / num_iterations)
-        learning_rate = args.learning_rate * lr_factor
-        step_loss = torch.zeros((), device=args.device)  # of this rank's micro-batches
-        for batch in micro_batches(args, rows):
-            with autocast(args):
-                loss = completion_loss(policy, batch, num_tokens)
-            loss.backward()
-            step_loss += loss.detach()
-        grad_norm = optimizer_step(args, policy, optimizer, learning_rate)
-
-        # 5. Metrics, over all ranks
-        metrics = {
-            "loss": total(step_loss),
-            "grad_norm": float(grad_norm),
-            "learning_rate": learning_rate,
-            "tokens_per_second": num_tokens / (time.perf_counter() - began),
-        }
-
-        # 6. Evaluate, log and save
-        is_last = iteration == num_iterations
-        if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
-            metrics |= evaluate(args, policy, eval_dataset)
-        log(args, run_dir, iteration, metrics)
-        if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
-
-    # 7. The result, a folder that from_pretrained opens
-    if RANK == 0:
-        policy.save_pretrained(f"{run_dir}/model")
-        tokenizer.save_pretrained(f"{run_dir}/model")
-    if WORLD_SIZE > 1:
-        dist.destroy_process_group()
-
-
-# --- plumbing: models, data, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, logs, checkpoints. The algorithm ends above this line ---
 
 
 def say(text):
@@ -217,42 +244,53 @@ def say(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
+def start_ranks(args):
+    """Choose the device of this rank, and connect the ranks if there are several."""
+    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
+    is_usable = args.device == "cpu" or torch.accelerator.is_available()
+    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
+    # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
+    check(
+        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
+    )
+    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # No bars and reports about weights; load_model checks what the reports say.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if WORLD_SIZE > 1:
+        if args.device != "cpu":
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
+        # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
+        dist.init_process_group(timeout=timedelta(hours=2))
+    say(
+        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
+    )
+
+
 def check_args(args):
-    """Refuse what cannot work before anything is loaded."""
-    remedy = f"use a multiple of {WORLD_SIZE}, the number of ranks"
-    check(args.batch_size % WORLD_SIZE == 0, f"--batch_size {args.batch_size}: {remedy}")
-    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
-    check(args.micro_batch_size > 0, f"--micro_batch_size {args.micro_batch_size}: use 1 or more")
+    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    for name in ("num_epochs", "batch_size", "micro_batch_size", "max_length", "max_grad_norm"):
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.")
+    for name in ("learning_rate", "warmup_iterations", "eval_size"):
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    size = args.batch_size
+    remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
+    excess = size % WORLD_SIZE
+    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 
 
-def start_ranks(args):
-    """Choose the device of this rank, and connect the ranks if there are several."""
-    # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
-    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if WORLD_SIZE > 1:
-        backend = "gloo"
-        if args.device != "cpu":
-            backend = None  # the device's own, such as NCCL
-            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
-
-
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
 def load_model(args, name, auto_class):
-    """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
+    """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
+    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -260,135 +298,237 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
-        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
-    # transformers makes up missing weights, such as the head (score) of a policy given as a reward model.
-    check(
-        not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
-        f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
-    )
-    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
+        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
+        missing += "Start scripts from the top folder of the repository. "
+        reason = " ".join(str(error).split())
+        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+    # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
+    lacking = ", ".join(info["missing_keys"])
+    remedy = "is a language model without a score head. Train one with reward_model.py."
+    check(lacking != "score.weight", f"{flag} {remedy}")
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(checkpoint, layer.forward)
-    return model.to(args.device), tokenizer
+    model.to(args.device)
+    say(f"  model       {name}: {model.num_parameters():,} parameters")
+    return model, tokenizer
 
 
-def token_ids(tokenizer, prompt):
-    """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+def encode(tokenizer, prompt, completion, **options):
+    """Return the ids of prompt and completion, and a mask that is True on the completion and its end."""
+    prompt_ids = token_ids(tokenizer, prompt, **options)
+    learned_ids = completion_ids(tokenizer, prompt, completion)
+    mask = [False] * len(prompt_ids) + [True] * len(learned_ids)
+    return {"input_ids": prompt_ids + learned_ids, "completion_mask": mask}
+
+
+def token_ids(tokenizer, prompt, **options):
+    """Return the ids of a prompt: of text with the tokenizer's BOS, of a chat as the template writes it."""
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
-            ids.pop()
-        return ids
-    check(
-        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
-        f"chat {prompt}: needs a --model with a chat template, and content in each message",
-    )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = [tokenizer.bos_token_id]
+        adds_bos = tokenizer("")["input_ids"][:1] == bos
+        return bos + ids if adds_bos and ids[:1] != bos else ids
+    is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
+    options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
+
+
+def completion_ids(tokenizer, prompt, completion):
+    """Return the ids of a completion with its end: EOS after a text, in a chat what its template writes."""
+    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    end = [] if isinstance(prompt, str) else turn_end(tokenizer)
+    if tokenizer.decode(end) == tokenizer.decode(end, skip_special_tokens=True):
+        end = [*end, tokenizer.eos_token_id]  # sampling stops at special tokens only
+    # A completion can bring its end, or only the beginning of it, such as <|im_end|> without the newline.
+    known = max(n for n in range(len(end) + 1) if ids[len(ids) - n :] == end[:n])
+    return ids + end[known:]
+
+
+def turn_end(tokenizer):
+    """Return the token ids that a chat template writes after an assistant's message."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
+
+
+def read_rows(flag, name, split):
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    if not name.endswith(".jsonl"):
+        # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+    rows = []
+    for number, line in enumerate(open(name, "rb"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
+    return rows
 
 
 def load_rows(args, policy, tokenizer):
-    """The encoded examples of the dataset. Those with more than --max_length tokens are left out."""
-    name = args.dataset
-    if name.endswith(".jsonl"):
-        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
-    else:
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        rows = list(datasets.load_dataset(name, split="train", streaming=Path(name).exists()))
+    """Return the examples of the dataset, with their token ids, without long ones."""
+    flag = f"--dataset {args.dataset}"
+    rows = read_rows(flag, args.dataset, "train")
     examples = []
     for number, row in enumerate(rows):
+        where = f"{flag}, row {number}"
+        needs = f"{where}: needs `prompt` and `completion`, or `messages`, not empty. The row is {row!s:.100}"
+        check(isinstance(row, dict), needs)
         prompt, completion = row.get("prompt"), row.get("completion")
         if row.get("messages"):
-            *prompt, answer = row["messages"]
-            completion = answer["content"] if answer["role"] == "assistant" else None
-        is_complete = prompt and isinstance(completion, str)
-        remedy = "give it `prompt` and `completion`, or `messages` that end with the assistant's"
-        check(is_complete, f"--dataset {name}: row {number} is not complete; {remedy}")
-        example = encode(tokenizer, prompt, completion)
+            prompt, completion = [], row["messages"]
+        prompt, completion = split_chat(args, where, tokenizer, prompt, completion)
+        check(isinstance(prompt, str | list) and prompt and isinstance(completion, str) and completion, needs)
+        options = {"tools": row.get("tools")} | (row.get("chat_template_kwargs") or {})
+        example = encode(tokenizer, prompt, completion, **options)
         examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
-    # A prompt without tokens, such as a lone EOS, would leave nothing to predict the first token from.
+    # A prompt without tokens would leave nothing to predict the first token from.
     kept = [row for row in examples if row["length"] <= args.max_length and not row["completion_mask"][0]]
-    summary = f"--dataset {name}: {len(kept)} of {len(rows)} examples fit --max_length {args.max_length}"
+    fit = f"{len(kept):,} of {len(rows):,} examples have up to {args.max_length} tokens"
+    say(f"  examples    {args.dataset}: {fit}")
+    say(f"  held out    the last {args.eval_size} of them")
     needed = args.batch_size + args.eval_size
-    check(len(kept) >= needed, f"{summary}; give {needed} or more, for --batch_size and --eval_size")
-    say(f"{summary}, {args.eval_size} are held out")
-    longest = max(row["length"] for row in kept)
-    limit = getattr(policy.config, "max_position_embeddings", longest)
-    check(longest <= limit, f"--max_length: lower it; a text has {longest} tokens, the model takes {limit}")
+    remedy = "Add examples, or use a lower --batch_size or --eval_size, or a higher --max_length."
+    check(len(kept) >= needed, f"{flag}: {fit}, but --batch_size and --eval_size need {needed}. {remedy}")
+    what = f"--max_length {args.max_length}: in the longest example"
+    check_positions(what, policy, max(row["length"] for row in kept))
     return kept
 
 
-@torch.no_grad()
-def evaluate(args, policy, dataset):
-    """The loss on held-out examples, over all ranks."""
-    num_tokens = sum(row["completion_mask"].count(True) for row in dataset)
-    loss = torch.zeros((), device=args.device)
-    for batch in micro_batches(args, dataset):
-        with autocast(args):
-            loss += completion_loss(policy, batch, num_tokens)
-    return {"eval/loss": total(loss)}
+def split_chat(args, where, tokenizer, prompt, response):
+    """Return a prompt and a response, a string. A chat as response follows the prompt, or contains it."""
+    if isinstance(prompt, list):
+        check_prompt(args, where, tokenizer, prompt)
+    if isinstance(response, list) and response:
+        check_prompt(args, where, tokenizer, response)
+        roles = [message["role"] for message in response]
+        check(roles[-1] == "assistant", f"{where}: the last message must be the assistant's, not of {roles}.")
+        check(roles[-2:-1] != ["assistant"], f"{where}: ends with two messages of the assistant. Join them.")
+        if roles[0] == "assistant":
+            check(isinstance(prompt, list), f"{where}: has a chat without a prompt. Give `prompt` as a chat.")
+            response = [*prompt, *response]
+        *prompt, answer = response
+        others = [name for name, value in answer.items() if value and name not in ("role", "content")]
+        check(not others, f"{where}: {others} of the last message would be ignored. Use `content` alone.")
+        response = answer["content"]
+    return prompt, response
 
 
-def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
-    """Print and log greedy responses to three prompts."""
-    longest = max(row["length"] for row in dataset)  # the model has positions for it
-    for row in dataset[:3]:
-        prompt_ids = torch.tensor([token_ids(tokenizer, row["prompt"])], device=args.device)
-        P = prompt_ids.shape[1]
-        options = {"max_new_tokens": min(256, longest - P), "eos_token_id": tokenizer.eos_token_id}
-        with autocast(args):
-            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
-        response = tokenizer.decode(output[0, P:])
-        say(f"    {str(row['prompt'])[-80:]!r} -> {response!r}")
-        sample = {"iteration": iteration, "prompt": row["prompt"], "response": response}
-        append(f"{run_dir}/samples.jsonl", sample)
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+
+
+def check_positions(what, model, num_tokens):
+    """Refuse a text of more tokens than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
 
 
 def open_run(args, state, dataset):
-    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
-    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
-    path = run_dir / "args.json"
-    if path.exists():
-        old = json.loads(path.read_text())
-        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
-        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-        if not args.anneal_lr:
-            may_change.add("num_epochs")
-        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
-        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
-    else:
-        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
+    name = Path(__file__).stem
+    run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+        for part in state:
+            state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
-
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
-        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
-        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
+        open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
+        try:
+            open_run.lock.acquire(blocking=False)  # makes the folder
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        with replacing(f"{run_dir}/args.json") as file:
+            file.write(json.dumps(flags).encode())
+        script = f"{run_dir}/{name}.py"
         if start == 0:
-            shutil.copy(__file__, run_dir)
-            path.write_text(json.dumps(flags))
-        for name in ("metrics", "samples"):
-            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+            shutil.copy(__file__, script)
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+        for log_name in ("metrics", "samples"):
+            with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
+                # Drop lines after the checkpoint, which will be logged again, and a line cut short by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
+    status = f"resumed after iteration {start}" if start else "new"
+    say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
     return run_dir, start
+
+
+def check_folder(run_dir, flags):
+    """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
+    path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
+    if not path.exists():
+        found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
+        return
+    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
+        return  # nothing has been trained yet, so any flag may change
+    old = json.loads(path.read_text())
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+
+
+@contextmanager
+def replacing(path):
+    """Open a file that takes the place of `path` when it is complete and on the disk."""
+    with open(f"{path}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file)
+    os.replace(f"{path}.tmp", path)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+    if RANK == 0:
+        policy.save_pretrained(f"{run_dir}/model.tmp")
+        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
+        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
+        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+
+
+def save_checkpoint(run_dir, iteration, state):
+    """On rank 0, save all that the next iteration needs."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    if RANK == 0:
+        with replacing(f"{run_dir}/checkpoint.pt") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
 
 
 def append(path, record):
@@ -399,10 +539,19 @@ def append(path, record):
             os.fsync(file)
 
 
-def log(args, run_dir, iteration, metrics):
-    """Print the metrics. Rank 0 adds them to metrics.jsonl and Weights & Biases."""
-    texts = [f"   {name} {value:.4g}" for name, value in metrics.items()]
-    say(f"iteration {iteration:4}" + "".join(texts))
+COLUMNS = ["loss", "grad_norm", "learning_rate", "tokens_per_second"]
+HEADER = " iter      loss grad norm  learning  tokens/s      left"
+
+
+def log(args, run_dir, iteration, metrics, left=0.0):
+    """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
+    text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
+    if iteration:
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+    evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
+    if evals:
+        say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
@@ -412,16 +561,63 @@ def log(args, run_dir, iteration, metrics):
         wandb.log(metrics, step=iteration)
 
 
-def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+@torch.no_grad()
+def log_samples(args, run_dir, iteration, policy, tokenizer, dataset):
+    """Print and log greedy responses to three held-out prompts."""
+    longest = max(row["length"] for row in dataset)  # the model has positions for it
+    for row in dataset[:3]:
+        P = row["completion_mask"].index(True)
+        prompt_ids = torch.tensor([row["input_ids"][:P]], device=args.device)
+        options = {"max_new_tokens": min(256, longest - P), "eos_token_id": eos_ids(policy, tokenizer)}
+        with autocast(args):
+            output = policy.generate(prompt_ids, do_sample=False, repetition_penalty=1.0, **options)
+        response = tokenizer.decode(output[0, P:])
+        prompt = row["prompt"]
+        text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+        say(f"            {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
+        append(f"{run_dir}/samples.jsonl", {"iteration": iteration, "prompt": prompt, "response": response})
+
+
+def eos_ids(model, tokenizer):
+    """Return the ids that end a response: EOS, those of the generation config, the end of a chat's turn."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = configured if isinstance(configured, list) else [configured]
+    if tokenizer.chat_template:
+        # Only special tokens, and not a newline after them. They decode to nothing.
+        ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
+    return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def say_result(run_dir, metric, longer):
+    """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        checkpoint = {name: part.state_dict() for name, part in state.items()}
-        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint | {"iteration": iteration}, file)
-            file.flush()
-            os.fsync(file)
-        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+        folder = os.path.relpath(run_dir)
+        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
+        first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        say(f"""
+Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+  model       {folder}/model, which from_pretrained opens
+  check       python tools/{tool}.py {folder}
+  longer      the same command with --run_dir {folder} {longer}""")
+
+
+def print_help():
+    """Print the flags that Args declares: first those of the method, then the others under their comments."""
+    others, _, method = inspect.getsource(Args).partition("    # The method:")
+    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
+    for line in (method + others).splitlines():
+        if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
+            print(fill(text, 100, subsequent_indent=" " * 28))
+        elif line.startswith("    # ") and "---" not in line:
+            print(f"\n{line[6:]}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print_help())
+    main(tyro.cli(Args, use_underscores=True))

@@ -17,7 +17,8 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
     model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
     data, args = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), dpo.Args(device="cpu", micro_batch_size=2)
     rows = dpo.load_rows(args, str(data), "train", model, tokenizer)
-    for part, batch in dpo.micro_batches(args, rows, range(3)):
+    for batch in dpo.micro_batches(args, rows):
+        part = batch["index"].tolist()
         for found, side in zip(dpo.response_logprobs(model, batch), ("chosen", "rejected")):
             for i, logprob in zip(part, found):
                 start = len(tokenizer(PAIRS[i]["prompt"])["input_ids"])
@@ -29,6 +30,7 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
 
 def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     other = ANSWER | {"content": "answer 4"}
     rows = [
         {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
@@ -41,9 +43,9 @@ def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):
     args = dpo.Args(device="cpu", batch_size=5)
     *rows, long = dpo.load_rows(args, str(data), "train", zoo.make_model("llama"), tokenizer)
     for row in rows:
-        assert tokenizer.decode(row["chosen_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <eos>"
+        assert tokenizer.decode(row["chosen_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <end>"
     assert tokenizer.decode(long["rejected_ids"]).count("3 ?") == 2  # nothing of the conversation is lost
-    for _, batch in dpo.micro_batches(args, rows, range(4)):
+    for batch in dpo.micro_batches(args, rows):
         assert batch["response_mask"].tolist() == [[False] * 6 + [True] * 3] * 8
 
 

@@ -1,6 +1,9 @@
 """reward_model.py: the Bradley-Terry loss, scores at the last token, the same scores in other programs."""
 
+import math
+
 import pytest
+import tokenizers
 import torch
 import transformers
 import zoo
@@ -14,6 +17,29 @@ auto = transformers.AutoModelForSequenceClassification
 
 def test_large_differences_do_not_overflow():
     assert rm.preference_loss(torch.tensor([1000.0, 1000.0, 1000.0, -1000.0]), torch.zeros(4)) == 250.0
+
+
+def test_the_loss_is_the_equation_of_the_docstring():
+    chosen, rejected, margins = [1.0, -0.5, 2.0], [0.25, 0.75, -1.0], [0.0, 0.5, 1.5]
+    rows = list(zip(chosen, margins, rejected))
+    expected = [-math.log(1 / (1 + math.exp(-(c - m - r)))) for c, m, r in rows]
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, margins)]
+    assert rm.preference_loss(*tensors).item() == pytest.approx(sum(expected) / 3, rel=1e-12)
+    args = rm.Args(center_rewards_coefficient=0.3)
+    centers = [0.3 * (c + r) ** 2 for c, _, r in rows]
+    assert rm.center_loss(args, *tensors[:2]).item() == pytest.approx(sum(centers) / 3, rel=1e-12)
+
+
+def test_a_text_without_a_prompt_has_one_bos():
+    """Of the tokenizer, of the text, or a BOS that is also EOS, as OPT's."""
+    tokenizer = zoo.make_tokenizer(bos=True)
+    for text in ("3 + 5 ? answer 8", "<bos> 3 + 5 ? answer 8"):
+        assert tokenizer.decode(rm.encode(tokenizer, "", text)) == "<bos> 3 + 5 ? answer 8 <eos>"
+    template = tokenizers.processors.TemplateProcessing
+    tokenizer.backend_tokenizer.post_processor = template("<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.bos_token = "<eos>"
+    for prompt, text in (("", "3 + 5 ? answer 8"), ("3 + 5 ?", "answer 8")):
+        assert tokenizer.decode(rm.encode(tokenizer, prompt, text)) == "<eos> 3 + 5 ? answer 8 <eos>"
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
@@ -50,7 +76,8 @@ def test_scores_are_those_of_one_unpadded_text_at_a_time(tmp_path, name):
     model.double()
     data = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
     rows = rm.load_rows(args, str(data), "train", model, tokenizer)
-    for part, batch in rm.micro_batches(args, rows, range(3)):
+    for batch in rm.micro_batches(args, rows):
+        part = batch["index"].tolist()
         for scores, side in zip(rm.pair_scores(args, model, batch), ("chosen", "rejected")):
             for i, score in zip(part, scores):
                 text = f"{PAIRS[i]['prompt']} {PAIRS[i][side]} <eos>"
