@@ -129,7 +129,7 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The std divides by k - 1, which the paper leaves open. The 1e-4 is ours, because equal scores have std 0.
+    # The std divides by k - 1, which the paper leaves open. The 1e-4 is ours: equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
@@ -214,10 +214,10 @@ def main(args):
 
         # 6. Measure, evaluate and log
         metrics |= measure(args, rollout, began) | {"sampling_seconds": sampling_seconds}
+        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         is_last = iteration == args.num_iterations
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         log(args, run_dir, iteration, metrics, left)
         if args.log_every and iteration % args.log_every == 0:
             log_samples(run_dir, iteration, tokenizer, rows, rollout)
@@ -240,7 +240,8 @@ def update(args, state, rollout, lr_factor):
     grad_norms = []  # one for each optimizer step
     difference = 0.0  # mean |log-prob in training - log-prob while sampling|, which should be near 0
     for _ in range(args.update_epochs):
-        for minibatch in torch.randperm(len(rollout["scores"])).to(args.device).chunk(args.num_minibatches):
+        order = torch.randperm(len(rollout["scores"])).to(args.device)
+        for minibatch in order.chunk(args.num_minibatches):  # the indices of its rows
             is_first_step = not grad_norms  # in which pi_theta is still pi_old
             # Counts of the whole step: the loss does not depend on micro-batches and ranks.
             num_sequences = len(minibatch) * WORLD_SIZE
@@ -392,7 +393,7 @@ def micro_batches(rollout, indices, size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
         is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
         for name, tensor in batch.items():
-            if tensor.dim() == 2:  # a (b, T) tensor matches the last T of the P+T columns
+            if tensor.dim() == 2:  # a (b, T) tensor has the last T of the P+T columns
                 batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
         yield part, batch
 
@@ -517,9 +518,8 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
         # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
         dist.init_process_group(timeout=timedelta(hours=2))
-    say(
-        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
-    )
+    ranks = f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''}"
+    say(f"{Path(__file__).name}: {ranks} on {args.device}, {args.dtype}")
 
 
 def check_args(args):
@@ -532,7 +532,7 @@ def check_args(args):
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
         hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
         check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
-    for name in ("learning_rate", "eval_samples"):
+    for name in ("learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
@@ -549,7 +549,9 @@ def check_args(args):
 def load_model(args, name, auto_class):
     """Load a model in float32, and its tokenizer. from_pretrained sets eval mode, and no script leaves it."""
     # With dropout, training and sampling would compute different log-probs.
-    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
+    is_judge = auto_class is transformers.AutoModelForSequenceClassification
+    flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
+    flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -557,10 +559,10 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
-        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
-        missing += "Start scripts from the top folder of the repository. "
-        reason = " ".join(str(error).split())
-        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
+        hint = "Start scripts from the top folder of the repository, and give a reward as file.py:function."
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     remedy = "is a language model without a score head. Train one with reward_model.py."
@@ -628,7 +630,10 @@ def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
     if not name.endswith(".jsonl"):
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        try:
+            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        except OSError as error:
+            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -751,10 +756,9 @@ def load_function(name):
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
-    names = ", ".join(x for x in vars(module) if not x.startswith("_"))
-    check(
-        hasattr(module, function), f"--reward {name}: the file defines no function {function}, but {names}."
-    )
+    names = [x for x, value in vars(module).items() if callable(value)]
+    found = f"the file defines no function {function}, but {', '.join(names)}."
+    check(function in names, f"--reward {name}: {found}")
     return getattr(module, function)
 
 
@@ -767,12 +771,18 @@ def score(reward, tokenizer, rows, rollout):
     """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
-    result = reward(
-        prompts=columns.pop("prompt"),
-        completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
-        truncated=rollout["truncated"].tolist(),
-        **columns,
-    )
+    try:
+        result = reward(
+            prompts=columns.pop("prompt"),
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **columns,
+        )
+    except TypeError as error:
+        error.add_note(
+            "A reward is called with prompts, completions, truncated and all columns: add **columns."
+        )
+        raise
     what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
     remedy = f"Return one number for each of the {len(rows)} completions."
     try:
@@ -811,7 +821,11 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    flags = vars(args) | {
+        "ranks": WORLD_SIZE,
+        "script": name,
+        "rows_checksum": zlib.crc32(repr(dataset).encode()),
+    }
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -859,7 +873,7 @@ def check_folder(run_dir, flags):
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
     lengths = {"num_iterations", "num_epochs"}
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
@@ -947,8 +961,11 @@ def say_result(run_dir, metric, longer):
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        reached = (
+            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
+        )
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+Complete: {len(x)} iterations. Mean {metric} {reached}.
   model       {folder}/model, which from_pretrained opens
   check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")
