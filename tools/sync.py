@@ -186,7 +186,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
         here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
         if new and not here and where(new, inside):
             continue
-        # Not here, but perhaps in another function
+        # Not here, but perhaps moved to another function
         is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
         if is_moved and len(moved := where(old, lines)) == 1:
             here = [moved[0] + k for k in range(len(old))]
@@ -293,13 +293,9 @@ def sync(root: Path = ROOT) -> int:
     for name, path in found.items():
         file = path.relative_to(root)
         if lost[name]:
-            print(
-                f"{file}: not written, since these lines have no place in it. Make this edit there by hand:"
-            )
+            print(f"{file}: not written. These lines have no place in it; make this edit there by hand:")
         elif own[name]:
-            print(
-                f"{file}: not written, since only it has this edit. Make the edit in its source too, or undo it:"
-            )
+            print(f"{file}: not written. It alone has this edit; make it in its source too, or undo it:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
