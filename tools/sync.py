@@ -227,7 +227,7 @@ def git(root: Path, *words: str) -> str:
 def last_agreement(root: Path, copies: list[str]) -> str:
     """The last commit in which most copies have grpo.py's skeleton."""
     found = {name: path.relative_to(root) for name, path in paths(root).items()}
-    for commit in git(root, "rev-list", "-200", "HEAD").split():
+    for commit in git(root, "rev-list", "--first-parent", "-200", "HEAD").split():
         texts = {name: git(root, "show", f"{commit}:./{found[name]}") for name in ["grpo", *copies]}
         bare = {name: skeleton(text) for name, text in texts.items() if text}
         counts = Counter(text for name, text in bare.items() if name != "grpo")
