@@ -99,9 +99,9 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     return [feature for feature, variant in features(root).items() if variant == name]
 
 
-def inserts(name: str) -> int:
-    """How many lines a script may insert. A mix, as ppo_gspo, is named after its advantage and its loss."""
-    return max((count for script, count in INSERTS.items() if f"{name}_".startswith(f"{script}_")), default=0)
+def inserting(name: str) -> str:
+    """The script of INSERTS whose lines a script has, itself or the advantage of a mix such as ppo_gspo, or ""."""
+    return next((script for script in INSERTS if f"{name}_".startswith(f"{script}_")), "")
 
 
 def skeleton(source: str) -> str:
@@ -250,7 +250,7 @@ def sync(root: Path = ROOT) -> int:
     sources = {name: pin(text, requirements) for name, text in texts.items()}
     bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
     blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
-    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserts(name)])
+    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserting(name)])
     # What the last `make sync` left, perhaps not committed yet: a script and the skeleton that it agreed with, its
     # estimator block and its parent's
     memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
@@ -278,8 +278,9 @@ def sync(root: Path = ROOT) -> int:
         text, missing = carry(bare[name], before, after, then)
         lost[name] += missing
         if name in scripts and not missing:
-            own[name] = [shown(after, x) for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
-        if inserts(name):  # and it may have other lines than grpo.py, if it had them before
+            own[name] = [shown(after, x) for x in edits(after, text) if not inserting(name) or x[0] < x[1]]
+        if own[name] and inserting(name):  # it may have other lines than grpo.py, if it had them before
+            then = then or pin(OWN.sub("# own", at_commit(inserting(name))), requirements)  # of a new mix
             own[name] = [x for x in own[name] if x not in {shown(before, y) for y in edits(before, then)}]
         if name in parents:
             changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
