@@ -69,7 +69,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     sources = {x: found[x].read_text() for x in policy_scripts(root)}
     [loss, *others] = chosen
     if others or name == loss or {name, loss} - {*sources}:
-        raise ValueError(f"use two policy scripts as ADVANTAGE and LOSS: {', '.join(sources)}")
+        raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS: {', '.join(sources)}")
     source, block = sources[name], OWN.findall(sources[name])[1]
     mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
     for script, function in ((name, mine), (loss, theirs)):

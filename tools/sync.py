@@ -34,8 +34,8 @@ CORE = ["reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "p
 STAGES = ["sft", "reward_model", "dpo"]
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
-# The number of lines that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 4, "gdpo": 6, "gkd": 9, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+# The number of lines of code that a script may have beyond grpo.py's skeleton
+INSERTS = {"distill": 4, "gdpo": 6, "gkd": 10, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",
@@ -99,9 +99,9 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
     return [feature for feature, variant in features(root).items() if variant == name]
 
 
-def inserts(name: str) -> int:
-    """How many lines a script may insert. A mix, as ppo_gspo, is named after its advantage and its loss."""
-    return max((count for script, count in INSERTS.items() if f"{name}_".startswith(f"{script}_")), default=0)
+def inserting(name: str) -> str:
+    """The script of INSERTS whose lines a script has, itself or the advantage of a mix such as ppo_gspo, or ""."""
+    return next((script for script in INSERTS if f"{name}_".startswith(f"{script}_")), "")
 
 
 def skeleton(source: str) -> str:
@@ -186,7 +186,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
         here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
         if new and not here and where(new, inside):
             continue
-        # Not here, but perhaps in another function
+        # Not here, but perhaps moved to another function
         is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
         if is_moved and len(moved := where(old, lines)) == 1:
             here = [moved[0] + k for k in range(len(old))]
@@ -227,7 +227,7 @@ def git(root: Path, *words: str) -> str:
 def last_agreement(root: Path, copies: list[str]) -> str:
     """The last commit in which most copies have grpo.py's skeleton."""
     found = {name: path.relative_to(root) for name, path in paths(root).items()}
-    for commit in git(root, "rev-list", "-200", "HEAD").split():
+    for commit in git(root, "rev-list", "--first-parent", "-200", "HEAD").split():
         texts = {name: git(root, "show", f"{commit}:./{found[name]}") for name in ["grpo", *copies]}
         bare = {name: skeleton(text) for name, text in texts.items() if text}
         counts = Counter(text for name, text in bare.items() if name != "grpo")
@@ -250,7 +250,7 @@ def sync(root: Path = ROOT) -> int:
     sources = {name: pin(text, requirements) for name, text in texts.items()}
     bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
     blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
-    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserts(name)])
+    commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserting(name)])
     # What the last `make sync` left, perhaps not committed yet: a script and the skeleton that it agreed with, its
     # estimator block and its parent's
     memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
@@ -278,8 +278,9 @@ def sync(root: Path = ROOT) -> int:
         text, missing = carry(bare[name], before, after, then)
         lost[name] += missing
         if name in scripts and not missing:
-            own[name] = [shown(after, x) for x in edits(after, text) if not inserts(name) or x[0] < x[1]]
-        if inserts(name):  # and it may have other lines than grpo.py, if it had them before
+            own[name] = [shown(after, x) for x in edits(after, text) if not inserting(name) or x[0] < x[1]]
+        if own[name] and inserting(name):  # it may have other lines than grpo.py, if it had them before
+            then = then or pin(OWN.sub("# own", at_commit(inserting(name))), requirements)  # of a new mix
             own[name] = [x for x in own[name] if x not in {shown(before, y) for y in edits(before, then)}]
         if name in parents:
             changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
@@ -293,13 +294,9 @@ def sync(root: Path = ROOT) -> int:
     for name, path in found.items():
         file = path.relative_to(root)
         if lost[name]:
-            print(
-                f"{file}: not written, since these lines have no place in it. Make this edit there by hand:"
-            )
+            print(f"{file}: not written. These lines have no place in it; make this edit there by hand:")
         elif own[name]:
-            print(
-                f"{file}: not written, since only it has this edit. Make the edit in its source too, or undo it:"
-            )
+            print(f"{file}: not written. It alone has this edit; make it in its source too, or undo it:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
