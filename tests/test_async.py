@@ -1,6 +1,7 @@
 """flash_reinforce_async.py: which weights sample, and how a run ends. Ranks are forks, which need not import torch."""
 
 import copy
+import importlib
 import multiprocessing
 import os
 import socket
@@ -27,14 +28,15 @@ def parent(tmp_path_factory):
     return folder / "run"
 
 
-def train(module, ranks: int, run_dir, kill=(None, ""), **flags) -> list[int]:
+def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> list[int]:
     """The exit code of each rank. kill names a rank, and a function in whose third call it dies."""
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])
 
     def start(rank: int):
-        os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", MASTER_ADDR="localhost", MASTER_PORT=port)
-        module.RANK, module.WORLD_SIZE = rank, ranks
+        os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", SAMPLER_RANKS=f"{samplers}")
+        os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
+        importlib.reload(module)  # which reads these
         if rank == kill[0]:
             resume.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, resume.kill)
         run(module.__name__, **FLAGS | flags, run_dir=run_dir)
@@ -62,7 +64,7 @@ def test_without_staleness_it_is_the_parent(parent, tmp_path):
     assert train(script, 2, tmp_path / "run", staleness=0) == [0, 0]
     assert_same_run(tmp_path / "run", parent)
     assert train(flash_reinforce, 2, tmp_path / "two") == [0, 0]
-    assert train(script, 4, tmp_path / "four", staleness=0, sampler_ranks=2) == [0] * 4
+    assert train(script, 4, tmp_path / "four", staleness=0, samplers=2) == [0] * 4
     assert_same_run(tmp_path / "four", tmp_path / "two")
 
 
@@ -96,8 +98,9 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
 
 def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
     for ranks, reason in (
-        (1, "--sampler_ranks 1: start these and one or more to train with torchrun"),
-        (4, "--batch_size 128: use a multiple of 3"),
+        (1, "SAMPLER_RANKS=1: Start these and one or more to train with torchrun"),
+        (4, "--batch_size 128: cannot be divided evenly (1 samples per prompt, 1 minibatches, 3 + 1 ranks)"),
     ):
-        monkeypatch.setattr(script, "WORLD_SIZE", ranks)
+        monkeypatch.setattr(script, "TRAINERS", range(ranks - 1))
+        monkeypatch.setattr(script, "SAMPLERS", range(ranks - 1, ranks))
         assert reason in refused(capsys, script.check_args, script.Args(batch_size=128))

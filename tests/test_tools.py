@@ -36,11 +36,12 @@ def model(request):
 def generate(model, tool, greedy=False, prompts=IDS, k=1, call_end="", tokenizer=TOKENIZER, **flags):
     torch.manual_seed(0)
     args = script.Args(tool=tool, call_end=call_end, **flags)
+    script.load_tool(args, tokenizer)
     return script.generate(args, model, tokenizer, prompts, k, greedy)
 
 
 def test_the_calculator_adds_and_answers_nothing_else():
-    calculate, _ = script.load_tool("toy/tools/calculator.py:calculate", "?", TOKENIZER)
+    calculate = script.load_function("toy/tools/calculator.py:calculate")
     calls = {"call 4 8 + 7 1 5 =": "7 6 3", "call 5 =": "5", "call 4 + =": None, "call =": None, "5 =": None}
     assert {text: calculate(text) for text in calls} == calls
 

@@ -41,9 +41,9 @@ def policy(request, tmp_path_factory):
     folder = save_llama(tmp_path_factory.mktemp(request.param), request.param == "tied")
     args = dataclasses.replace(ARGS, model=folder)
     policy, _ = script.load_model(args, folder, transformers.AutoModelForCausalLM)
-    policy.engine = script.start_engine(args, policy, 480)
+    script.start_engine(args, policy, 480)
     yield policy
-    policy.engine.llm_engine.engine_core.shutdown()
+    script.start_engine.engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeyp
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
     args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype="bfloat16", batch_size=16)
-    policy.engine = script.start_engine(args, policy, 480)
+    script.start_engine(args, policy, 480)
     token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
-    tokens = policy.engine.options["kv_cache_memory_bytes"] / token_size
-    assert 16 * 496 <= tokens <= 16 * 520 and policy.engine.options["max_num_seqs"] == 16
+    tokens = script.start_engine.engine.options["kv_cache_memory_bytes"] / token_size
+    assert 16 * 496 <= tokens <= 16 * 520 and script.start_engine.engine.options["max_num_seqs"] == 16
     for _ in range(2):
         assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
-        assert policy.engine.is_asleep
+        assert script.start_engine.engine.is_asleep
     monkeypatch.delitem(sys.modules, "vllm")

@@ -19,7 +19,6 @@ import pydoc
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from contextlib import suppress
 from difflib import SequenceMatcher
@@ -54,7 +53,7 @@ REFUSED = {
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add
-ESTIMATOR_LINES = {"process": 3}
+ESTIMATOR_LINES = {"process": 2}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
@@ -110,16 +109,6 @@ def skeleton(source: str) -> str:
     if count != 2:
         raise ValueError(f"a policy script has a docstring and an estimator block; found {count} of the two")
     return bare
-
-
-def merge(mine: str, before: str, after: str) -> tuple[str, bool]:
-    """mine with the change from before to after, and whether they do not conflict. The text has the conflicts."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in {"mine": mine, "before": before, "after": after}.items():
-            Path(folder, name).write_text(text)
-        command = ["git", "merge-file", "-p", "mine", "before", "after"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return result.stdout, result.returncode == 0
 
 
 @cache
@@ -338,10 +327,11 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         variant, parent = known[feature], parents[known[feature]]
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
-        text, is_clean = merge(text, bare[parent], bare[variant])
-        if not is_clean:
-            conflicts = re.findall(r"^<<<<<<< .*?^>>>>>>> .*?$", text, re.MULTILINE | re.DOTALL)
-            raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *conflicts]))
+        text, lost = carry(text, bare[parent], bare[variant])
+        # A default that the script has changed too stays the script's.
+        lost = [x for x in lost if not re.fullmatch(r" +-    \w+: .* = .*\n +\+    \w+: .* = .*\n", x)]
+        if lost:
+            raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *lost]))
         pins |= dict(packages(sources[variant]).items() - packages(sources[parent]).items())
         present = [*present, feature]
     if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added

@@ -14,7 +14,7 @@ def right_steps(prompts, tokens, answer, may_be_useless=False, **columns):
     """1 for a right answer, and for result i if it is the value of the prompt's first i + 1 numbers."""
     scores = [[0.0] * len(words) for words in tokens]
     for row, prompt, words, right in zip(scores, prompts, tokens, answer):
-        chain, words = prompt.split()[:-1], [word for word in words if word != "<eos>"]
+        chain, words = prompt.split()[:-1], [word.strip() for word in words if word.strip() != "<eos>"]
         for t in range(1, len(words)):
             end = 2 * words[:t].count("=") + 1
             step = words[t - 4 : t - 1] if may_be_useless else chain[:end] if end <= len(chain) else []

@@ -5,47 +5,53 @@
 # variant of flash_reinforce.py
 """FlashREINFORCE, asynchronous: some ranks sample the next rollouts while the others train.
 
-The last sampler_ranks ranks sample and score, the others train. Each holds the whole model. n is staleness:
+The last SAMPLER_RANKS ranks sample and score, and the others train. Each rank holds the whole model. n is
+--staleness:
 
-    rollout i is sampled with the weights after update i - 1 - n        up to i = n + 1 with the first ones
+    rollout i is sampled with the weights after update i - 1 - n        up to i = n + 1 with the first weights
 
-With n = 0 the two sides take turns, and the run is that of flash_reinforce.py. With n = 1 they work at the
-same time, on rollout i + 1 and on update i. A larger n helps if some rollouts take longer than others. A
-sampler waits for these weights and takes no newer ones, so a run does not depend on the speed of its ranks.
+With n = 0, the two sides take turns, and the run is the same as that of flash_reinforce.py. With n = 1, they
+work at the same time, on rollout i + 1 and on update i. A larger n helps if some rollouts take longer than
+others. A sampler waits for exactly these weights and uses no newer ones, so a run does not depend on the
+speed of its ranks.
 
 Rollouts and weights are sent as bytes by gloo, in the background. Trainer 0 keeps up to n + 1 copies of the
-weights until they have arrived. The trainers evaluate. A checkpoint holds no rollouts: a resumed run loses
-the n on the way, and samples its first n + 1 with the checkpoint's weights. With n = 0 it loses nothing.
-The equations are in flash_reinforce.py. The feature: `make diff A=flash_reinforce B=flash_reinforce_async`.
-Left out: new weights in the middle of a response. A toy (sums such as "3 + 5 - 2 ?"), and a model on 8 GPUs:
+weights until they have arrived. The trainers evaluate. A checkpoint contains no rollouts, so a resumed run
+loses the n on the way, and samples its first n + 1 with the weights of the checkpoint. With n = 0, it loses
+nothing. The equations are in flash_reinforce.py, and `make diff A=flash_reinforce B=flash_reinforce_async`
+shows what asynchronous sampling changes. Not implemented: new weights in the middle of a response.
+Train a toy model on sums modulo 10 such as "8 + 5 ?", or a real model on 4 + 4 GPUs:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 variants/flash_reinforce_async.py
-    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/flash_reinforce_async.py --sampler_ranks 4 \
+    SAMPLER_RANKS=4 OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 variants/flash_reinforce_async.py \
         --model Qwen/Qwen2.5-1.5B-Instruct --dataset prompts.jsonl --reward my_reward.py:score \
         --max_response_length 1024 --batch_size 1024 --micro_batch_size 4 --learning_rate 1e-6 \
         --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
 """
 
-import atexit
 import copy
+import importlib.util
+import inspect
 import io
 import json
 import math
 import os
-import runpy
+import re
 import shutil
 import sys
 import time
 import zlib
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import ClassVar, Literal
 
 import datasets
-import filelock  # comes with torch
+import filelock
 import torch
 import torch.distributed as dist
 import transformers
@@ -53,95 +59,97 @@ import tyro
 from torch.nn.functional import pad
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-TRAINERS = None  # their process group; None: all ranks. split_ranks sets the three.
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+# The last SAMPLER_RANKS ranks sample and score, the others train. WORLD_SIZE counts the ranks of this side.
+TRAINERS = range(NUM_RANKS - int(os.environ.get("SAMPLER_RANKS", 1)))
+SAMPLERS = range(len(TRAINERS), NUM_RANKS)
+SIDE = SAMPLERS if RANK in SAMPLERS else TRAINERS
+WORLD_SIZE = len(SIDE)
 
-# A rollout is a dict of tensors with a row for each response of this rank, B = batch_size / WORLD_SIZE rows.
-# P is the length of its longest prompt, T = max_response_length. A forward pass takes b of the rows.
-#   sequences       (B, P+T)  token ids: the prompt, padded on the left; the response, padded on the right
-#   attention_mask  (B, P+T)  1 on prompt and response, 0 on padding
-#   response_mask   (B, T)    True on the tokens that the policy sampled, the EOS included
-#   old_logprobs    (B, T)    log pi_old of each token, from the sampling loop
-#   entropy         (B, T)    of the distribution that the token was sampled from
-#   truncated       (B,)      True if the response has no EOS
-#   raw_scores      (B,)      what the reward gives
-#   scores          (B,)      the same after penalty, scale, z-score and clip
-#   ref_logprobs    (B, T)    log pi_ref of each token
-#   kl              (B, T)    old_logprobs - ref_logprobs
-#   advantages      (B, T)    from compute_advantages
+# A rollout is a dict of tensors. Each has B = batch_size / WORLD_SIZE rows, one per response of this rank.
+# P is the length of the longest prompt, T = max_response_length; b is the number of rows in a forward pass.
+#   sequences       (B, P+T)  generate            token ids: the prompt, padded on the left, and the response
+#   attention_mask  (B, P+T)  generate            1 on prompt and response, 0 on padding
+#   response_mask   (B, T)    generate            True on the sampled tokens, including the EOS
+#   old_logprobs    (B, T)    generate            log pi_old of each token
+#   entropy         (B, T)    generate            of the distribution that the token was sampled from
+#   truncated       (B,)      generate            True if the response has no EOS
+#   raw_scores      (B,)      score               the output of the reward
+#   scores          (B,)      process_scores      raw_scores after penalty, scale, z-score and clip
+#   ref_logprobs    (B, T)    main, step 3        log pi_ref of each token; without a reference log pi_old
+#   kl              (B, T)    main, step 3        old_logprobs - ref_logprobs
+#   advantages      (B, T)    compute_advantages
 # Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
 
 
 @dataclass
-class Args:  # the comment behind a flag is its --help text
-    exp_name: str = Path(__file__).stem  # names the folder in runs/, without --run_dir
-    seed: int = 1  # of the order of prompts, of sampling and of minibatches
-    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cuda, mps, ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast; weights and AdamW stay float32
+class Args:  # the comment after a flag becomes its --help text
+    seed: int = 1  # random seed for the order of prompts, sampling and minibatches
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
-    model: str = "toy/policy"  # starting policy and frozen reference: folder or hub id of a causal LM
-    dataset: str = "toy/train.jsonl"  # .jsonl, or folder or hub id (split train); `prompt` is text or a chat
-    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` splits their score
+    model: str = "toy/policy"  # starting policy and frozen reference: local folder or Hub id of a causal LM
+    dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
+    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives scores per group
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
-    max_response_length: int = 40  # most tokens of a response, 40 for the toy; then it is truncated
-    temperature: float = 1.0  # of sampling, log-probs and KL
-    # Asynchronous sampling
-    sampler_ranks: int = 1  # so many ranks sample, the last ones; the others train
+    max_response_length: int = 40  # responses with more tokens are truncated; 40 is for the toy
+    temperature: float = 1.0  # used for sampling and for all log-probs
     staleness: int = 1  # n: updates between the weights that sample a rollout and those trained on it
-    # Reward. A function gets the lists prompts, completions, truncated, **columns; returns a list of scores
+    # Reward: a function of the lists prompts, completions, truncated and **columns, which returns scores
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # factor of the score, after the penalty; a std of the scores cancels it
+    reward_scale: float = 1.0  # multiplies the score; has no effect where the method divides by a std
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
-    reward_clip: float = math.inf  # c > 0: finally clip scores to [-c, c]; inf: not clipped
+    reward_clip: float = math.inf  # finally clip scores to [-c, c]; inf: no clipping
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward pass on a rank (sampling takes all): memory and speed
-    learning_rate: float = 2e-4  # AdamW's at most; 2e-4 is for the toy, a real model needs about 1e-6
-    warmup_iterations: int = 0  # the learning rate first rises linearly over so many
-    anneal_lr: bool = False  # the learning rate falls linearly over the run, to 0 after it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm; inf: not clipped
-    gradient_checkpointing: bool = False  # recompute activations: less memory, but slower
+    micro_batch_size: int = 64  # responses per forward and backward pass; changes only memory and speed
+    learning_rate: float = 2e-4  # peak learning rate of AdamW; 2e-4 is for the toy, a real model needs 1e-6
+    warmup_iterations: int = 0  # iterations of linear warmup
+    anneal_lr: bool = False  # decay the learning rate linearly to 0 over the run
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
+    gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
-    run_dir: str | None = None  # resume the run in this folder, or start it; None: a new folder in runs/
-    eval_samples: int = 0  # sampled responses to each held-out prompt, for pass@n too; 0: one greedy response
-    eval_every: int = 40  # iterations between evaluations, also before the first and after the last; 0: none
-    log_every: int = 10  # iterations between samples, which are printed and logged; 0: none
-    save_every: int = 50  # iterations between checkpoints; the last is always saved; 0: only the last
+    run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
+    eval_samples: int = 0  # n: sample n responses per held-out prompt, report pass@n too; 0: one greedy one
+    eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
+    log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
+    save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
-    # The method: its flags and its functions, up to `estimator: end`. Sibling scripts share the rest.
+    # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
-    samples_per_prompt: int = 1  # responses per prompt; they are not compared with each other
-    min_samples_per_prompt: ClassVar[int] = 1  # fewer are refused; a ClassVar is not a flag
-    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded
-    delta: float = 0.003  # no gradient from a response whose mean divergence from pi_old is larger
+    samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
+    min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    delta: float = 0.003  # drop a response once its mean divergence from pi_old is larger than delta
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout
     update_epochs: ClassVar[int] = 1
 
 
 @torch.no_grad()
 def compute_advantages(args, rollout):
-    """Returns {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
+    """Return {"advantages": (B, T)}: each score minus the mean of the batch of all ranks."""
     scores = rollout["scores"]
     mean = total(scores) / total(torch.ones_like(scores))  # over all ranks
     return {"advantages": (scores - mean).view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """REINFORCE with a weight per token and a gate per response: the mean over a response's tokens.
+    """Return the loss with a weight per token and a gate per response: the mean over tokens, then responses.
 
-    logprobs (b, T) are pi_theta's, with gradient. num_sequences and num_tokens count the whole optimizer
-    step, so that the losses of its micro-batches and ranks add up.
+    logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
+    optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
+    advantages and divergences are 0 there.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
     new_logprobs = logprobs.detach()
     old_logprobs = batch["old_logprobs"]
 
-    # Off 0 and 1, where the logarithms are infinite. On padding p equals q, and the divergence is 0.
+    # Keep p and q off 0 and 1, where a logarithm is infinite. On padding p equals q, so that d is 0.
     p = old_logprobs.exp().clamp(1e-6, 1 - 1e-6)  # (b, T)
     q = new_logprobs.exp().clamp(1e-6, 1 - 1e-6)
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()  # d, below 0 only by rounding
@@ -157,65 +165,166 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 # --- estimator: end -------------------------------------------------------------------------------------
 
 
-def all_sum(x):
-    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
+def main(args):
+    check_args(args)
+    start_ranks(args)
+    # Models stay in eval mode: with dropout, training and sampling would compute different log-probs.
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
+    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
+    k = args.samples_per_prompt
+    num_prompts = args.batch_size // k  # of a rollout, over all ranks
+    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
+    if args.dataset == Args.dataset:  # the toy has held-out prompts
+        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
+    eval_dataset = []
+    if args.eval_dataset and args.eval_every:
+        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
+    state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
+    run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
+    if start >= args.num_iterations:  # complete, but a kill may have come between checkpoint and model
+        save_model(run_dir, policy, tokenizer)
+    if RANK in SAMPLERS:
+        sample(args, policy, tokenizer, reward, dataset, start)  # until the end
+        dist.destroy_process_group()
+        return
+    on_the_way = deque(maxlen=args.staleness + 1)  # weights, as many as rollouts in sample()
+    if eval_dataset and start == 0:
+        metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        log(args, run_dir, 0, metrics)
+
+    for iteration in range(start + 1, args.num_iterations + 1):
+        began = time.perf_counter()
+        # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
+        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
+
+        # 1. Sample k responses to each of this rank's prompts
+        prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
+        rollout, sampler_waited, sampling_seconds = receive_rollout(args)  # a sampler has also scored it
+        trainer_waited = time.perf_counter() - began
+
+        # 2. Score them
+        rows = [row for row in prompt_rows for _ in range(k)]  # of each response
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+        rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
+
+        # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
+        rollout["ref_logprobs"] = rollout["old_logprobs"]  # (B, T); without a reference, kl is 0
+        if reference:
+            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
+        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
+
+        # 4. Compute advantages: which tokens to make more or less likely, and by how much
+        rollout |= compute_advantages(args, rollout)
+
+        # 5. Update the policy, with one optimizer step per minibatch
+        metrics = update(args, state, rollout, lr_schedule(args, iteration, args.num_iterations))
+
+        # New weights for the samplers, unless no rollout is left to be sampled with them
+        if RANK == 0 and iteration + args.staleness < args.num_iterations:
+            on_the_way.append(send(policy.state_dict(), SAMPLERS))
+        metrics["staleness"] = min(args.staleness, iteration - 1 - start)  # in updates
+        metrics |= {"trainer_waited": trainer_waited, "sampler_waited": sampler_waited}  # seconds
+
+        # 6. Measure, evaluate and log
+        metrics |= measure(args, rollout, began) | {"sampling_seconds": sampling_seconds}
+        is_last = iteration == args.num_iterations
+        if eval_dataset and (is_last or iteration % args.eval_every == 0):
+            metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
+        log(args, run_dir, iteration, metrics, left)
+        if args.log_every and iteration % args.log_every == 0:
+            log_samples(run_dir, iteration, tokenizer, rows, rollout)
+
+        # 7. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        if is_last or (args.save_every and iteration % args.save_every == 0):
+            save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, policy, tokenizer)
+
+    say_result(run_dir, "score", f"--num_iterations {2 * args.num_iterations}")
     if dist.is_initialized():
-        dist.all_reduce(x, group=TRAINERS)
-    return x
+        dist.destroy_process_group()
 
 
-def total(x):
-    """The sum of all elements of x on all ranks, as a number."""
-    return float(all_sum(x.sum()))
+def update(args, state, rollout, lr_factor):
+    """Make update_epochs x num_minibatches optimizer steps (step 5 of an iteration). Return their metrics."""
+    policy, optimizer = state["policy"], state["optimizer"]
+    learning_rate = args.learning_rate * lr_factor
+    stats = defaultdict(float)  # sums over this rank's micro-batches
+    grad_norms = []  # one for each optimizer step
+    difference = 0.0  # mean |log-prob in training - log-prob while sampling|, which should be near 0
+    for _ in range(args.update_epochs):
+        for minibatch in torch.randperm(len(rollout["scores"])).to(args.device).chunk(args.num_minibatches):
+            is_first_step = not grad_norms  # in which pi_theta is still pi_old
+            # Counts of the whole step: the loss does not depend on micro-batches and ranks.
+            num_sequences = len(minibatch) * WORLD_SIZE
+            num_tokens = total(rollout["response_mask"][minibatch])
+            for _, batch in micro_batches(rollout, minibatch, args.micro_batch_size):
+                with autocast(args):
+                    all_logprobs = response_distribution(args, policy, batch)  # (b, T, V), with gradient
+                logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
+                loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
+                loss.backward()  # adds to the gradient of the earlier micro-batches
+                for name, value in batch_stats.items():
+                    stats[name] += value
+                if is_first_step:
+                    difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
+            grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
+    return {
+        "logprob_difference": total(difference),
+        "grad_norm": float(sum(grad_norms)) / len(grad_norms),
+        "learning_rate": learning_rate,
+    } | {name: total(value) / len(grad_norms) for name, value in stats.items()}
 
 
-def mean(x):
-    """The mean over the rows of x (B, ...) on all ranks; a row of several elements counts with its sum."""
-    return total(x) / (len(x) * WORLD_SIZE)
+def sample(args, policy, tokenizer, reward, dataset, start):
+    """Do steps 1 and 2 for the trainers: send them rollouts, and get new weights from the first of them."""
+    k = args.samples_per_prompt
+    # The weights after an update also say that its rollout has arrived: at most n + 1 are on the way.
+    on_the_way = deque(maxlen=args.staleness + 1)
+    for iteration in range(start + 1, args.num_iterations + 1):
+        began = time.perf_counter()
+        if iteration - 1 - args.staleness > start:
+            policy.load_state_dict(receive(TRAINERS[0]))  # after update iteration - 1 - n
+        waited = time.perf_counter() - began
+
+        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + SIDE.index(RANK))
+        prompt_rows = choose_rows(args, dataset, args.batch_size // k, iteration)
+        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
+        sampling_seconds = time.perf_counter() - began - waited
+        rows = [row for row in prompt_rows for _ in range(k)]
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)
+        seconds = waited, sampling_seconds
+        message = {"rollout": rollout, "seconds": seconds, "random_state": torch.get_rng_state()}
+        on_the_way.append(send(message, TRAINERS))
+
+    for sends in on_the_way:
+        for work in sends:
+            work.wait()
 
 
-def eos_ids(model, tokenizer):
-    """The token ids that end a response: the tokenizer's EOS and those of the generation config."""
-    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({tokenizer.eos_token_id, *ids} - {None})
-
-
-def left_pad(id_lists, device):
-    """Token ids and attention mask (B, P) of lists of token ids, padded on the left."""
-    padded = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(ids) for ids in id_lists], batch_first=True, padding_value=-1, padding_side="left"
-    ).to(device)
-    return padded.clamp(min=0), (padded >= 0).long()
-
-
-def model_inputs(input_ids, attention_mask):
-    """The arguments of a forward pass over input_ids (b, n), the last n tokens of the attention mask."""
-    # Padding on the left does not count in the positions.
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-
-
-def log_distribution(logits, temperature):
-    """Log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return logits.log_softmax(-1)
-
-
-class Cache(transformers.DynamicCache):
-    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
-
-    def update(self, keys, values, *others):
-        return super().update(keys.to(values.dtype), values, *others)
+def receive_rollout(args):
+    """Return this trainer's part of all responses, and the seconds that one sampler waited and sampled."""
+    messages = [receive(rank) for rank in SAMPLERS]
+    rollout = {}
+    for name in messages[0]["rollout"]:
+        tensors = [message["rollout"][name] for message in messages]
+        width = max(x.shape[-1] for x in tensors)  # each sampler has padded to its longest prompt
+        padded = [pad(x, (width - x.shape[-1], 0)) for x in tensors]
+        rollout[name] = torch.cat(padded).chunk(WORLD_SIZE)[RANK].to(args.device)
+    # The random numbers go on where a sampler stopped, as if one rank did both.
+    torch.set_rng_state(messages[RANK % len(messages)]["random_state"])
+    return rollout, *messages[0]["seconds"]
 
 
 @torch.no_grad()
 def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
     """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
 
-    Returns the first six tensors of a rollout, with B = len(prompts) x samples_per_prompt rows. pi_old
-    is what was sampled from, so its log-probs are taken here; a forward pass later would differ a bit.
+    Return a rollout, from sequences to truncated, with B = len(prompts) x samples_per_prompt rows. The
+    log-probs of pi_old are recorded here, because a later forward pass would give slightly different numbers.
     model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
     """
     device = model.device
@@ -223,18 +332,18 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     prompt_ids, prompt_mask = left_pad(prompts, device)
     P = prompt_ids.shape[1]
     T = args.max_response_length
-    B = len(prompts) * samples_per_prompt
-    all_rows = torch.arange(B, device=device)
+    all_rows = torch.arange(len(prompts) * samples_per_prompt, device=device)  # (B,)
     prompt_index = all_rows // samples_per_prompt  # (B,) the prompt of each row
     sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
     attention_mask = pad(prompt_mask[prompt_index], (0, T))
-    old_logprobs = torch.zeros(B, T, device=device)
+    old_logprobs = torch.zeros(len(all_rows), T, device=device)
     entropy = torch.zeros_like(old_logprobs)
     active = all_rows  # (b,) the rows without an EOS so far
     inputs = model_inputs(prompt_ids, prompt_mask)
     cache = Cache(config=model.config)
     with autocast(args):  # around the loop, so that the weights are cast once
         for t in range(T):
+            show(f"sampling token {t + 1} of at most {T}, {len(active)} responses")
             logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             if t == 0:
                 # Each prompt has been read once. Copy its logits and its cache for its responses.
@@ -253,7 +362,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
             if len(unfinished) < len(active):
                 active = active[unfinished]
                 tokens = tokens[unfinished]
-                cache.reorder_cache(unfinished)
+                cache.reorder_cache(unfinished)  # keeps these rows
             if len(active) == 0:
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
@@ -268,19 +377,72 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
     }
 
 
-def token_logprobs(args, model, batch):
-    """Log-probs (b, T) of the response tokens at the sampling temperature, 0 where response_mask is False."""
-    T = batch["response_mask"].shape[1]
-    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
-    # The logits at a position are those of the next token, so the last ones are not needed.
-    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
-    tokens = batch["sequences"][:, -T:].unsqueeze(2)  # (b, T, 1)
-    logprobs = log_distribution(logits, args.temperature).gather(2, tokens).squeeze(2)
-    return logprobs.masked_fill(~batch["response_mask"], 0.0)
+def eos_ids(model, tokenizer):
+    """Return the ids that end a response: EOS, those of the generation config, the end of a chat's turn."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = configured if isinstance(configured, list) else [configured]
+    if tokenizer.chat_template:
+        # Special tokens decode to nothing. A newline can follow them, and ends no response.
+        ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
+    return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def left_pad(id_lists, device):
+    """Pad lists of token ids on the left. Return the ids and the attention mask, both (B, P)."""
+    P = max(map(len, id_lists))
+    padded = torch.tensor([[-1] * (P - len(ids)) + ids for ids in id_lists], device=device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+def model_inputs(input_ids, attention_mask):
+    """Return arguments of a forward pass over input_ids (b, n). The mask (b, m >= n) has the cache, too."""
+    # Positions count from the first real token, not from the padding.
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+
+class Cache(transformers.DynamicCache):
+    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.to(values.dtype), values, *others)
+
+
+def autocast(args):
+    """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def log_distribution(logits, temperature):
+    """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
+    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)
+
+
+def process_scores(args, scores, truncated):
+    """Return scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
+    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
+    if args.reward_zscore:
+        scores -= mean(scores)
+        scores /= max(math.sqrt(mean(scores.square())), 1e-4)  # their std
+    return scores.clamp(-args.reward_clip, args.reward_clip)
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout):
+    """Return the log-probs (B, T) of the response tokens of a whole rollout."""
+    result = torch.zeros_like(rollout["old_logprobs"])
+    all_rows = torch.arange(len(result), device=result.device)
+    for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
+        with autocast(args):
+            logprobs = token_logprobs(args, model, batch)  # (b, T) with the T of the micro-batch
+        result[part, : logprobs.shape[1]] = logprobs
+    return result
 
 
 def micro_batches(rollout, indices, size):
-    """Yield parts of up to `size` rows of similar lengths, and their tensors, cut to the longest of them."""
+    """Yield groups of up to `size` rows of similar length, with their tensors trimmed to the longest row."""
     lengths = rollout["response_mask"][indices].sum(1)
     for part in indices[lengths.argsort(stable=True)].split(size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
@@ -291,219 +453,84 @@ def micro_batches(rollout, indices, size):
         yield part, batch
 
 
-@torch.no_grad()
-def rollout_logprobs(args, model, rollout):
-    """Log-probs (B, T) of the response tokens of a whole rollout."""
-    result = torch.zeros_like(rollout["old_logprobs"])
-    all_rows = torch.arange(len(result), device=result.device)
-    for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
-        with autocast(args):
-            logprobs = token_logprobs(args, model, batch)  # (b, T) with the T of the micro-batch
-        result[part, : logprobs.shape[1]] = logprobs
-    return result
+def token_logprobs(args, model, batch):
+    """Return the log-probs (b, T) of the response tokens, 0 where response_mask is False."""
+    return sampled_logprobs(response_distribution(args, model, batch), batch)
 
 
-def split_ranks(args, trainers, samplers):
-    """From here on, RANK and WORLD_SIZE count this side only, and all_sum adds up over the trainers."""
-    global RANK, WORLD_SIZE, TRAINERS
-    backend = dist.get_default_backend_for_device(args.device)  # such as NCCL
-    TRAINERS = dist.new_group(trainers, timedelta(hours=2), backend)  # a call of all ranks
-    side = samplers if RANK in samplers else trainers
-    RANK = side.index(RANK)
-    WORLD_SIZE = len(side)
+def response_distribution(args, model, batch):
+    """Return the log-probs (b, T, V) of every possible token at each position of the response."""
+    T = batch["response_mask"].shape[1]
+    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
+    # The logits at a position are those of the next token, so the last ones are not needed.
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
+    return log_distribution(logits, args.temperature)
 
 
-def sample(args, policy, tokenizer, reward, dataset, start, trainers):
-    """What a sampler does: send rollouts to the trainers, and get new weights from the first of them."""
-    k = args.samples_per_prompt
-    # The weights after an update also say that its rollout has arrived: at most n + 1 are on the way.
-    on_the_way = deque(maxlen=args.staleness + 1)
-    for iteration in range(start + 1, args.num_iterations + 1):
-        began = time.perf_counter()
-        if iteration - 1 - args.staleness > start:
-            policy.load_state_dict(receive(trainers[0]))  # after update iteration - 1 - n
-        waited = time.perf_counter() - began
-
-        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
-        prompt_rows = choose_rows(args, dataset, args.batch_size // k, iteration)
-        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
-        sampling_seconds = time.perf_counter() - began - waited
-        rows = [row for row in prompt_rows for _ in range(k)]  # of each response
-        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
-        message = {"rollout": rollout, "random_state": torch.get_rng_state()}
-        message["seconds"] = waited, sampling_seconds
-        on_the_way.append(send(message, trainers))
-
-    for sends in on_the_way:
-        for work in sends:
-            work.wait()
+def sampled_logprobs(all_logprobs, batch):
+    """Pick the sampled tokens from log-probs (b, T, V). Return (b, T), 0 where response_mask is False."""
+    tokens = batch["sequences"][:, -all_logprobs.shape[1] :].unsqueeze(2)  # (b, T, 1)
+    return all_logprobs.gather(2, tokens).squeeze(2).masked_fill(~batch["response_mask"], 0.0)
 
 
-def receive_rollout(args, samplers):
-    """This trainer's part of the responses of all samplers, and the seconds that one waited and sampled."""
-    messages = [receive(rank) for rank in samplers]
-    rollout = {}
-    for name in messages[0]["rollout"]:
-        tensors = [message["rollout"][name] for message in messages]
-        width = max(x.shape[-1] for x in tensors)  # each sampler has padded to its longest prompt
-        padded = [pad(x, (width - x.shape[-1], 0)) for x in tensors]
-        rollout[name] = torch.cat(padded).chunk(WORLD_SIZE)[RANK].to(args.device)
-    # The random numbers go on where a sampler stopped, as if one rank did both.
-    torch.set_rng_state(messages[RANK % len(messages)]["random_state"])
-    return rollout, messages[0]["seconds"]
-
-
-def process_scores(args, scores, truncated):
-    """Scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
-    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
-    if args.reward_zscore:
-        scores -= mean(scores)
-        scores /= max(math.sqrt(mean(scores.square())), 1e-4)  # their std
-    return scores.clamp(-args.reward_clip, args.reward_clip)
+def lr_schedule(args, iteration, num_iterations):
+    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    rise = iteration / max(1, args.warmup_iterations)
+    fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+    return min(rise, fall)
 
 
 def optimizer_step(args, model, optimizer, learning_rate):
-    """Sum the gradients over ranks, clip their norm, and step. Returns the norm before clipping."""
+    """Sum the gradients over ranks, clip their norm, and step. Return the norm before clipping."""
     # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
     for parameter in model.parameters():
-        if parameter.grad is not None:  # None on every rank: a weight that nothing uses
+        if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    check(norm.isfinite(), "the loss or its gradient is not finite; use a lower learning rate")
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
-def main(args):
-    # 1. Setup: ranks, models, data, rewards, optimizer, run folder
-    check_args(args)
-    start_ranks(args)
-    # Models are in eval mode: with dropout, training would see other log-probs than sampling.
-    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
+def measure(args, rollout, began):
+    """Return metrics of a rollout, over all ranks. `began` is when its iteration began."""
+    num_tokens = total(rollout["response_mask"])
+    metrics = {
+        "score": mean(rollout["raw_scores"]),
+        "truncated": mean(rollout["truncated"]),
+        "response_length": num_tokens / args.batch_size,
+        "entropy": total(rollout["entropy"]) / num_tokens,  # mean per token
+        "tokens_per_second": num_tokens / (time.perf_counter() - began),
+    }
+    if args.kl_coef:
+        metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
+    if args.samples_per_prompt > 1:
+        groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
+        metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
+    return metrics
 
-    k = args.samples_per_prompt
-    num_prompts = args.batch_size // k
-    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    eval_dataset = []
-    if args.eval_dataset and args.eval_every:
-        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
-    reward = load_reward(args, args.reward)
-    eval_reward = load_reward(args, args.eval_reward) if args.eval_reward else reward
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # lr is set in step 7
-    state = {"policy": policy, "optimizer": optimizer}  # what a checkpoint holds
-    run_dir, start = open_run(args, state, dataset)  # `start` counts the finished iterations
-    say(f"{policy.num_parameters():,} parameters on {WORLD_SIZE} x {args.device}, writes to {run_dir}")
 
-    # The last ranks sample until the end, the others train. From here on, each side counts its own ranks.
-    trainers = range(WORLD_SIZE - args.sampler_ranks)
-    samplers = range(len(trainers), WORLD_SIZE)
-    is_sampler = RANK in samplers
-    split_ranks(args, trainers, samplers)
-    if is_sampler:
-        sample(args, policy, tokenizer, reward, dataset, start, trainers)
-        dist.destroy_process_group()
-        return
-    on_the_way = deque(maxlen=args.staleness + 1)  # weights, as many as rollouts in sample()
+def mean(x):
+    """Return the mean of x (n,) over the n rows of every rank, as a number."""
+    return total(x) / (len(x) * WORLD_SIZE)
 
-    # 2. Evaluation on held-out prompts, before the first iteration; the later evaluations are in step 9
-    if eval_dataset and start == 0:
-        log(args, run_dir, 0, evaluate(args, policy, tokenizer, eval_reward, eval_dataset))
 
-    for iteration in range(start + 1, args.num_iterations + 1):
-        began = time.perf_counter()
-        # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
-        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
+def total(x):
+    """Return the sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
 
-        # 3. Rollout: k responses to each of this rank's prompts, and what the reward gives
-        prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
-        rows = [row for row in prompt_rows for _ in range(k)]  # of each response
-        rollout, (sampler_waited, sampling_seconds) = receive_rollout(args, samplers)
-        trainer_waited = time.perf_counter() - began
 
-        # 4. Scores after penalty, scale, z-score and clip
-        rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
-
-        # 5. Log-probs of the reference, and log(pi_old / pi_ref) as kl
-        rollout["ref_logprobs"] = rollout["old_logprobs"]  # a placeholder: --kl_coef 0 multiplies it by 0
-        if reference:
-            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
-        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]  # (B, T); some only log it
-
-        # 6. Advantages
-        rollout |= compute_advantages(args, rollout)
-
-        # 7. Update: each minibatch is one optimizer step, its gradient summed over micro-batches and ranks
-        rise = iteration / max(1, args.warmup_iterations)
-        fall = 1 - args.anneal_lr * (iteration - 1) / args.num_iterations
-        learning_rate = args.learning_rate * min(rise, fall)
-        stats = Counter()  # sums over this rank's micro-batches
-        grad_norms = []  # one for each optimizer step
-        difference = 0.0  # between the log-probs of sampling and of training: should be near 0
-        for _ in range(args.update_epochs):
-            for minibatch in torch.randperm(len(rows)).to(args.device).chunk(args.num_minibatches):
-                # Counts of the whole step: the loss does not depend on micro-batches and ranks.
-                num_sequences = len(minibatch) * WORLD_SIZE
-                num_tokens = total(rollout["response_mask"][minibatch])
-                for _, batch in micro_batches(rollout, minibatch, args.micro_batch_size):
-                    with autocast(args):
-                        logprobs = token_logprobs(args, policy, batch)  # (b, T), with gradient
-                    if not grad_norms:  # the first step, in which pi_theta is still pi_old
-                        difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
-                    loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
-                    loss.backward()
-                    stats.update(batch_stats)  # adds them
-                grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
-
-        # New weights for the samplers, unless no rollout is left to be sampled with them
-        if RANK == 0 and iteration + args.staleness < args.num_iterations:
-            on_the_way.append(send(policy.state_dict(), samplers))
-
-        # 8. Metrics, over all ranks
-        response_tokens = total(rollout["response_mask"])
-        metrics = {
-            "score": mean(rollout["raw_scores"]),
-            "truncated": mean(rollout["truncated"]),
-            "response_length": response_tokens / args.batch_size,
-            "entropy": total(rollout["entropy"]) / response_tokens,  # mean per token
-            "logprob_difference": total(difference),  # mean per token
-            "grad_norm": float(sum(grad_norms)) / len(grad_norms),
-            "learning_rate": learning_rate,
-            "tokens_per_second": response_tokens / (time.perf_counter() - began),
-            "sampling_seconds": sampling_seconds,
-            "staleness": min(args.staleness, iteration - 1 - start),  # in updates
-            "trainer_waited": trainer_waited,  # seconds, for the rollout
-            "sampler_waited": sampler_waited,  # seconds, for the weights that sampled it
-        }
-        if reference:
-            metrics["kl"] = mean(rollout["kl"])  # sum over a response
-        if k > 1:
-            groups = rollout["raw_scores"].view(-1, k)
-            metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
-        for name, value in stats.items():
-            metrics[name] = total(value) / len(grad_norms)  # per optimizer step
-
-        # 9. Evaluate, log and save
-        is_last = iteration == args.num_iterations
-        if eval_dataset and (is_last or iteration % args.eval_every == 0):
-            metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        log(args, run_dir, iteration, metrics)
-        if args.log_every and iteration % args.log_every == 0:
-            log_samples(run_dir, iteration, tokenizer, rows, rollout)
-        if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
-
-    # 10. The result, a folder that from_pretrained opens
-    if RANK == 0:
-        policy.save_pretrained(f"{run_dir}/model")
-        tokenizer.save_pretrained(f"{run_dir}/model")
+def all_sum(x):
+    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.all_reduce(x, group=all_sum.group)  # of this side; start_ranks sets it
+    return x
 
 
-# --- plumbing: models, data, rewards, evaluation, checkpoints; nothing of the algorithm stands below ---
+# --- plumbing: models, data, rewards, evaluation, logs, checkpoints. The algorithm ends above this line ---
 
 
 def say(text):
@@ -512,41 +539,45 @@ def say(text):
         print(text, flush=True)
 
 
+def show(text):
+    """Show text on a line of the terminal that the next line replaces. In a file, print nothing."""
+    if RANK == 0 and sys.stdout.isatty():
+        print(f"{text:60}", end="\r", flush=True)
+
+
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(10 * RANK)  # rank 0 prints first; torchrun then stops the others
+        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def check_args(args):
-    """Refuse what cannot work before anything is loaded, and give the toy its held-out prompts."""
-    k = args.samples_per_prompt
-    check(k >= args.min_samples_per_prompt, f"--samples_per_prompt {k}: use >= {args.min_samples_per_prompt}")
-    samplers = args.sampler_ranks
-    trainers = WORLD_SIZE - samplers
-    is_split = samplers > 0 and trainers > 0
-    check(is_split, f"--sampler_ranks {samplers}: start these and one or more to train with torchrun")
-    unit = math.lcm(trainers, samplers) * math.lcm(k, args.num_minibatches)
-    check(args.batch_size % unit == 0, f"--batch_size {args.batch_size}: use a multiple of {unit}")
-    check(args.temperature > 0, f"--temperature {args.temperature}: use more than 0; evaluation is greedy")
-    check(args.max_grad_norm > 0, f"--max_grad_norm {args.max_grad_norm}: use inf for no clipping")
-    if args.dataset == Args.dataset:
-        args.eval_dataset = args.eval_dataset or "toy/heldout.jsonl"
-
-
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
+    check(RANK in SIDE, f"RANK={RANK} does not fit WORLD_SIZE={NUM_RANKS}. Let torchrun set both.")
+    is_usable = args.device == "cpu" or torch.accelerator.is_available()
+    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(f"{torch.device(args.device).type} {args.dtype}" != "mps bfloat16", "on mps use --dtype float32")
+    check(
+        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
+    )
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if WORLD_SIZE > 1:
-        backend = "gloo"  # on GPUs too: NCCL does not send in the background
+    # No bars and reports about weights; load_model checks what the reports say.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if NUM_RANKS > 1:
         if args.device != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # all wait for the slowest reward
+        # Messages go by gloo, on GPUs too: NCCL does not send in the background. Sums over a side go by the
+        # device's own backend, such as NCCL. The timeout is long: all wait for the slowest reward.
+        dist.init_process_group("gloo", timeout=timedelta(hours=2))
+        backend = dist.get_default_backend_for_device(args.device)
+        all_sum.group = dist.new_group(SIDE, timedelta(hours=2), backend, use_local_synchronization=True)
+    sides = f"{len(TRAINERS)} to train, {len(SAMPLERS)} to sample"
+    say(f"{Path(__file__).name}: {NUM_RANKS} processes ({sides}) on {args.device}, {args.dtype}")
 
 
 def send(message, ranks):
@@ -567,13 +598,36 @@ def receive(rank):
     return torch.load(io.BytesIO(content.numpy()), "cpu", weights_only=True)
 
 
-def autocast(args):
-    """Computes in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+def check_args(args):
+    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    k = args.samples_per_prompt
+    least = args.min_samples_per_prompt
+    reason = f"this method compares the responses to one prompt, so it needs {least} or more"
+    check(k >= least, f"--samples_per_prompt {k}: {reason}. For one response per prompt, use reinforce.py.")
+    names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
+    for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
+        hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
+    for name in ("learning_rate", "eval_samples"):
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    samplers = len(SAMPLERS)
+    has_both = samplers > 0 and len(TRAINERS) > 0
+    check(has_both, f"SAMPLER_RANKS={samplers}: Start these and one or more to train with torchrun.")
+    # The ranks of each side, groups and minibatches divide it.
+    unit = math.lcm(len(TRAINERS), samplers) * math.lcm(k, args.num_minibatches)
+    size = args.batch_size
+    parts = f"{k} samples per prompt, {args.num_minibatches} minibatches, {len(TRAINERS)} + {samplers} ranks"
+    remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
+    check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
+    for name, value in vars(args).items():
+        is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
+        if is_toys and args.model != Args.model:
+            say(f"warning: --{name} {value} is for the toy; a real model needs about 1e-6, and 1024 tokens")
 
 
 def load_model(args, name, auto_class):
-    """A model with float32 weights, in eval mode as all that transformers loads, and its tokenizer."""
+    """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
+    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -581,95 +635,168 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
-        check(False, f"model {name}: use a folder (toy/ is in the repository) or a hub id; {error!r:.200}")
-    # transformers makes up missing weights, such as the head (score) of a policy given as a reward model.
-    check(
-        not info["missing_keys"] and "score.weight" not in info["unexpected_keys"],
-        f"{name}: use a policy as --model, a reward model as --reward; {info!r:.200}",
-    )
-    check(tokenizer.eos_token, f"{name}: has no EOS token; save one in its tokenizer")
+        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
+        missing += "Start scripts from the top folder of the repository. "
+        reason = " ".join(str(error).split())
+        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+    # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
+    lacking = ", ".join(info["missing_keys"])
+    remedy = "is a language model without a score head. Train one with reward_model.py."
+    check(lacking != "score.weight", f"{flag} {remedy}")
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
                 layer.forward = partial(checkpoint, layer.forward)
-    return model.to(args.device), tokenizer
+    model.to(args.device)
+    if auto_class is transformers.AutoModelForCausalLM:
+        check_sampling(args, flag, model)
+    say(f"  model       {name}: {model.num_parameters():,} parameters")
+    return model, tokenizer
 
 
-def token_ids(tokenizer, prompt):
-    """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+@torch.no_grad()
+def check_sampling(args, flag, model):
+    """Refuse a model that gives a token other log-probs in sampling, with padding and a cache, than alone."""
+    texts = [[0, 1, 2, 3, 4, 5], [0, 1, 2]]
+    input_ids, attention_mask = left_pad(texts, model.device)
+    cache = Cache(config=model.config)
+    swap = torch.tensor([1, 0], device=model.device)
+    with autocast(args):
+        model(
+            **model_inputs(input_ids[:, :-1], attention_mask[:, :-1]), past_key_values=cache, use_cache=True
+        )
+        cache.reorder_cache(swap)
+        inputs = model_inputs(input_ids[swap, -1:], attention_mask[swap])
+        sampled = model(**inputs, past_key_values=cache, use_cache=True).logits[0, -1]
+        alone = model(torch.tensor(texts[1:], device=model.device), use_cache=False).logits[0, -1]
+    difference = (log_distribution(sampled, 1.0) - log_distribution(alone, 1.0)).abs().mean()
+    limit = 0.05 if args.dtype == "float32" else 0.1
+    reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
+    is_right = (
+        difference < limit and model.config.model_type != "recurrent_gemma"
+    )  # keeps its state elsewhere
+    check(is_right, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
+
+
+def token_ids(tokenizer, prompt, **options):
+    """Return the ids of a prompt: of text with the tokenizer's BOS, of a chat as the template writes it."""
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it; the model would start anew
-            ids.pop()
-        return ids
-    check(
-        tokenizer.chat_template and all(isinstance(x.get("content"), str) for x in prompt),
-        f"chat {prompt}: needs a --model with a chat template, and content in each message",
-    )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = [tokenizer.bos_token_id]
+        adds_bos = tokenizer("")["input_ids"][:1] == bos
+        return bos + ids if adds_bos and ids[:1] != bos else ids
+    is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
+    options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
+
+
+def turn_end(tokenizer):
+    """Return the token ids that a chat template writes after an assistant's message."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
+
+
+def read_rows(flag, name, split):
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    if not name.endswith(".jsonl"):
+        # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+    rows = []
+    for number, line in enumerate(open(name, "rb"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
+    return rows
 
 
 def load_rows(args, name, split, policy, tokenizer, min_rows=1):
-    """The rows of a dataset, with the token ids of each prompt as prompt_ids. Long prompts are left out."""
-    if name.endswith(".jsonl"):
-        rows = json.loads(f"[{','.join(open(name))}]")  # as one list, so that an error names the line
-    else:
-        # Local data is streamed, since the cache of `datasets` may hold an older version of it.
-        rows = list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+    """Return the rows of a dataset, with the token ids of each prompt as prompt_ids, without long prompts."""
     flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
+    rows = read_rows(flag, name, split)
     for number, row in enumerate(rows):
-        check(row.get("prompt"), f"{flag}: row {number} has no `prompt`, or an empty one; fill it in")
-        row["prompt_ids"] = token_ids(tokenizer, row["prompt"])
+        where = f"{flag}, row {number}"
+        has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
+        check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
+        is_text = isinstance(row["prompt"], str)
+        for x in [] if is_text else row["prompt"]:
+            is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+            check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+        remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+        check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+        options = row.get("chat_template_kwargs") or {}
+        row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+    lengths = [len(row["prompt_ids"]) for row in rows]
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
-    summary = f"{flag}: {len(kept)} of {len(rows)} prompts have 1 to {args.max_prompt_length} tokens"
-    check(len(kept) >= min_rows, f"{summary}; give {min_rows} or more, or lower --batch_size")
-    say(summary)
-    needed = max(len(row["prompt_ids"]) for row in kept) + args.max_response_length
-    limit = getattr(policy.config, "max_position_embeddings", needed)
-    check(needed <= limit, f"--max_response_length: {needed} tokens with a prompt, the model takes {limit}")
+    fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
+    say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
+    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). Raise --max_prompt_length.")
+    remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
+    longest = max(len(row["prompt_ids"]) for row in kept)
+    what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
+    check_positions(what, policy, longest + args.max_response_length)
     return kept
 
 
+def check_positions(what, model, num_tokens):
+    """Refuse a text of more tokens than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
+
+
 def choose_rows(args, dataset, num_prompts, iteration):
-    """This rank's rows for an iteration. Each epoch shuffles anew, and drops an incomplete last batch."""
+    """Return this rank's rows. Each epoch shuffles anew, and drops an incomplete last batch."""
     epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
     chosen = torch.randperm(len(dataset), generator=generator).split(num_prompts)[batch_number]
-    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[SIDE.index(RANK)]]
 
 
 def exact_answer(completions, answer, **columns):
-    """A reward: 1 if the text after the last "answer" (all of it without one) equals the column `answer`."""
-    return [
-        float(text.rpartition("answer")[2].strip() == str(right)) for text, right in zip(completions, answer)
-    ]
+    """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
+    for right in answer:
+        reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
+        check(isinstance(right, str | int), f'--reward exact_answer needs a column "answer", {reason}')
+    texts = [text.rpartition("answer")[2].strip() for text in completions]
+    return [float(text == str(right).strip()) for text, right in zip(texts, answer)]
 
 
-def load_reward(args, name):
-    """A function of the lists prompts, completions, truncated and other columns: a score per completion."""
+def load_reward(args, name, rows=()):
+    """Return a function of the lists prompts, completions, truncated and other columns of rows, to scores."""
+    say(f"  reward      {name}")
     if name == "exact_answer":
+        exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
         return exact_answer
     if ".py:" in name:
-        file, function = name.split(":")
-        return runpy.run_path(file)[function]
+        return load_function(name)
     model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
+    is_decoder = hasattr(model, "score") and model.config.num_labels == 1
+    check(
+        is_decoder, f"--reward {name}: is no decoder with a head for one score, as reward_model.py makes it."
+    )
 
     def text_ids(prompt, completion, is_truncated):
-        """What the model reads. The turn of a truncated response stays open, others end with EOS."""
-        if isinstance(prompt, str) or is_truncated:
-            ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
-        else:
-            chat = [*prompt, {"role": "assistant", "content": completion}]
-            ids = tokenizer.apply_chat_template(chat)["input_ids"]  # may end with EOS, or EOS and a newline
-        if not is_truncated and tokenizer.eos_token_id not in ids[-2:]:
-            ids += [tokenizer.eos_token_id]
-        return ids
+        """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
+        is_text = isinstance(prompt, str)
+        check(is_text or tokenizer.chat_template, f"--reward {name}: has no template for these chats.")
+        ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
+        end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
+        return ids if is_truncated or ids[-len(end) :] == end else ids + end
 
     @torch.no_grad()
-    def reward(prompts, completions, truncated, **columns):
+    def reward_model(prompts, completions, truncated, **columns):
         id_lists = list(map(text_ids, prompts, completions, truncated))
+        check_positions(f"--reward {name}: in a text", model, max(map(len, id_lists)))
         scores = []
         for i in range(0, len(id_lists), args.micro_batch_size):
             inputs = model_inputs(*left_pad(id_lists[i : i + args.micro_batch_size], args.device))
@@ -679,36 +806,58 @@ def load_reward(args, name):
             scores += model.score(hidden_states[:, -1].float()).squeeze(1).tolist()
         return scores
 
-    return reward
+    return reward_model
+
+
+def load_function(name):
+    """Return the function of file.py:function. Its file becomes a module, as process pools need it."""
+    file, _, function = name.rpartition(":")
+    path = Path(file).resolve()
+    check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
+    sys.path.append(str(path.parent))  # for its neighbors
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    names = ", ".join(x for x in vars(module) if not x.startswith("_"))
+    check(
+        hasattr(module, function), f"--reward {name}: the file defines no function {function}, but {names}."
+    )
+    return getattr(module, function)
 
 
 def response_ids(rollout):
-    """The token ids of each response, without padding."""
+    """Return the token ids of each response, without padding."""
     return [ids[-len(mask) :][mask] for ids, mask in zip(rollout["sequences"], rollout["response_mask"])]
 
 
 def score(reward, tokenizer, rows, rollout):
-    """Scores (B,) of the responses in a rollout; rows has the row of the dataset behind each of them."""
-    check(
-        reward is not exact_answer or all(isinstance(x.get("answer"), str | int) for x in rows),
-        "--reward exact_answer: each row needs an `answer`, a text or an integer",
-    )
+    """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
+    if "raw_scores" in rollout:  # a sampler has scored it
+        return rollout["raw_scores"]
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
-    scores = reward(
+    result = reward(
         prompts=columns.pop("prompt"),
         completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
         truncated=rollout["truncated"].tolist(),
         **columns,
     )
-    scores = rollout["old_logprobs"].new_tensor(scores)  # of this dtype, on this device
-    is_valid = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
-    check(is_valid, f"--reward or --eval_reward: return {len(rows)} finite scores, one for each completion")
+    what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
+    remedy = f"Return one number for each of the {len(rows)} completions."
+    try:
+        scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
+    except (TypeError, ValueError, RuntimeError):
+        check(False, f"{what} {result!r:.100}. {remedy}")
+    is_right = scores.shape == rollout["truncated"].shape
+    check(is_right, f"{what} scores of shape {[*scores.shape]} for {len(rows)} completions. {remedy}")
+    first = scores.isfinite().int().argmin()
+    check(scores.isfinite().all(), f"{what} {scores[first]} for completion {first}. {remedy}")
     return scores
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """The mean score over all ranks, for each `group`; of n samples also pass@n, the mean of the best."""
+    """Return the mean score for each `group`, and of n samples also pass@n, the mean of the best."""
     n = args.eval_samples or 1
     all_rows = dataset * n  # of each response
     scores = torch.zeros(len(all_rows), device=args.device)
@@ -729,47 +878,98 @@ def evaluate(args, policy, tokenizer, reward, dataset):
 
 
 def open_run(args, state, dataset):
-    """Start a run in its folder, or resume it. Returns the folder, and how many iterations are finished."""
-    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": Args.exp_name}
-    path = run_dir / "args.json"
-    if path.exists():
-        old = json.loads(path.read_text())
-        may_change = {"run_dir", "eval_every", "log_every", "save_every", "track"}
-        may_change |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
-        if not args.anneal_lr:
-            may_change.add("num_iterations")
-        changed = {name for name in flags if flags[name] != old.get(name)} - may_change
-        check(not changed, f"--run_dir {run_dir}: is a run of other {', '.join(changed)}; use a new folder")
-    else:
-        check(not any(run_dir.glob("*")), f"--run_dir {run_dir}: has files, but no args.json; use a new one")
+    """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
+    name = Path(__file__).stem
+    run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    flags = vars(args) | {"ranks": len(TRAINERS), "sampler_ranks": len(SAMPLERS)}
+    flags |= {"script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
         checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+        for part in state:
+            state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
     weights = [weight.sum().item() for weight in state["policy"].parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
-    check(
-        total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE,
-        "the ranks differ in flags, rows, checkpoint or weights; start all with the same",
-    )
-
+    sum_of_all = torch.tensor(checksum)
+    dist.all_reduce(sum_of_all)  # of both sides
+    is_same = int(sum_of_all) == checksum * NUM_RANKS
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
-        lock = filelock.FileLock(f"{run_dir}/lock", is_singleton=True)
-        lock.acquire(blocking=False)  # makes the folder; fails if another process trains there
-        atexit.register(lock.release)  # keeps the object, and so the lock, until the end
+        open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
+        try:
+            open_run.lock.acquire(blocking=False)  # makes the folder
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        with replacing(f"{run_dir}/args.json") as file:
+            file.write(json.dumps(flags).encode())
+        script = f"{run_dir}/{name}.py"
         if start == 0:
-            shutil.copy(__file__, run_dir)
-            path.write_text(json.dumps(flags))
-        for name in ("metrics", "samples"):
-            with open(f"{run_dir}/{name}.jsonl", "ab+") as file:
+            shutil.copy(__file__, script)
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+        for log_name in ("metrics", "samples"):
+            with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
-                # Later iterations will be logged again, so cut them off, and a line torn by a kill.
+                # Drop lines after the checkpoint, which will be logged again, and a line cut short by a kill.
                 kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
                 file.truncate(len(b"".join(kept)))
+    status = f"resumed after iteration {start}" if start else "new"
+    say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
     return run_dir, start
+
+
+def check_folder(run_dir, flags):
+    """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
+    path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
+    if not path.exists():
+        found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
+        return
+    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
+        return  # nothing has been trained yet, so any flag may change
+    old = json.loads(path.read_text())
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations", "rows"}
+    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        jump = (
+            "; the learning rate jumps to its new decay"
+            if name == "num_iterations" and flags["anneal_lr"]
+            else ""
+        )
+        say(f"  changed     {text}{jump}")
+
+
+@contextmanager
+def replacing(path):
+    """Open a file that takes the place of `path` when it is complete and on the disk."""
+    with open(f"{path}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file)
+    os.replace(f"{path}.tmp", path)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+    if RANK == 0:
+        policy.save_pretrained(f"{run_dir}/model.tmp")
+        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
+        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
+        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+
+
+def save_checkpoint(run_dir, iteration, state):
+    """On rank 0, save all that the next iteration needs."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    if RANK == 0:
+        with replacing(f"{run_dir}/checkpoint.pt") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
 
 
 def append(path, record):
@@ -780,10 +980,20 @@ def append(path, record):
             os.fsync(file)
 
 
-def log(args, run_dir, iteration, metrics):
-    """Print the main metrics. Rank 0 adds all to metrics.jsonl and Weights & Biases."""
-    shown = [x for x in metrics if x.startswith(("score", "eval", "kl", "equal", "logprob", "tokens"))]
-    say(f"iteration {iteration:4}{''.join(f'   {name} {metrics[name]:.3f}' for name in shown)}")
+COLUMNS = ["score", "kl", "entropy", "response_length", "truncated"]
+COLUMNS += ["logprob_difference", "tokens_per_second"]
+HEADER = " iter     score        kl   entropy    length truncated logp diff  tokens/s      left"
+
+
+def log(args, run_dir, iteration, metrics, left=0.0):
+    """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
+    text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
+    if iteration:
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+    evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
+    if evals:
+        say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
     append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
     if args.track and RANK == 0:
         import wandb
@@ -794,28 +1004,50 @@ def log(args, run_dir, iteration, metrics):
 
 
 def log_samples(run_dir, iteration, tokenizer, rows, rollout):
-    """Print and log the first three responses, with their scores."""
-    responses = tokenizer.batch_decode(response_ids(rollout)[:3])
-    for row, response, raw_score in zip(rows, responses, rollout["raw_scores"].tolist()):
-        say(f"    {raw_score:5.2f}  {str(row['prompt'])[-80:]!r} -> {response!r}")
-        sample = {"iteration": iteration, "prompt": row["prompt"], "response": response, "score": raw_score}
+    """Print and log three responses with their scores."""
+    step = max(1, len(rows) // 3)  # of three prompts, if there are so many
+    responses = tokenizer.batch_decode(response_ids(rollout)[::step][:3])
+    for row, response, raw_score in zip(rows[::step], responses, rollout["raw_scores"][::step].tolist()):
+        prompt = row["prompt"]
+        text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+        say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
+        sample = {"iteration": iteration, "prompt": prompt, "response": response, "score": raw_score}
         append(f"{run_dir}/samples.jsonl", sample)
 
 
-def save_checkpoint(run_dir, iteration, state):
-    """Rank 0 saves all that the next iteration needs. The old file stays until the new one is complete."""
+def say_result(run_dir, metric, longer):
+    """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        checkpoint = {name: part.state_dict() for name, part in state.items()}
-        with open(f"{run_dir}/checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint | {"iteration": iteration}, file)
-            file.flush()
-            os.fsync(file)
-        os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+        folder = os.path.relpath(run_dir)
+        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        say(f"""
+Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+  model       {folder}/model, which from_pretrained opens
+  check       python tools/diagnose.py {folder}
+  longer      the same command with --run_dir {folder} {longer}""")
+
+
+def print_help():
+    """Print the flags that Args declares: first those of the method, then the others under their comments."""
+    others, _, method = inspect.getsource(Args).partition("    # The method:")
+    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.\n\nThe method")
+    for line in (method + others).splitlines():
+        if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
+            text = f"  --{flag[1]:24}{flag[2]} [{getattr(Args, flag[1])}]"
+            print(fill(text, 100, subsequent_indent=" " * 28))
+        elif line.startswith("    # ") and "---" not in line:
+            print(f"\n{line[6:]}")
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__, use_underscores=True)
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print_help())
+    args = tyro.cli(Args, use_underscores=True)
     try:
         main(args)
-    except SystemExit as end:
-        sys.exit(end.code or "error: a file of yours called sys.exit; let its functions return, or raise")
+    except SystemExit as end:  # with exit code 0 it would look like a complete run
+        sys.exit(
+            end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
+        )
