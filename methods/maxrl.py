@@ -808,11 +808,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {
-        "ranks": WORLD_SIZE,
-        "script": name,
-        "rows_checksum": zlib.crc32(repr(dataset).encode()),
-    }
+    checksum = zlib.crc32(repr(dataset).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():

@@ -60,6 +60,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # A rollout is a dict of tensors. Each has B = batch_size / WORLD_SIZE rows, one per response of this rank.
 # P is the length of the longest prompt, T = max_response_length; b is the number of rows in a forward pass.
+#   name            shape     written by          meaning
 #   sequences       (B, P+T)  generate            token ids: the prompt, padded on the left, and the response
 #   attention_mask  (B, P+T)  generate            1 on prompt and response, 0 on padding
 #   response_mask   (B, T)    generate            True on the sampled tokens, including the EOS
@@ -76,11 +77,12 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 @dataclass
 class Args:  # the comment after a flag becomes its --help text
+    # General
     seed: int = 1  # random seed for the order of prompts, sampling and minibatches
     device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, and all weights but A and B
     # Model and data
-    model: str = "toy/policy"  # starting policy and frozen reference: local folder or Hub id of a causal LM
+    model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
     eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives scores per group
     # LoRA
@@ -95,7 +97,7 @@ class Args:  # the comment after a flag becomes its --help text
     reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
     eval_reward: str | None = None  # scores the held-out responses; by default --reward
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    reward_scale: float = 1.0  # multiplies the score; has no effect where the method divides by a std
+    reward_scale: float = 1.0  # multiplies the score, after the penalty
     reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
     reward_clip: float = math.inf  # finally clip scores to [-c, c]; inf: no clipping
     # Optimization
@@ -108,7 +110,7 @@ class Args:  # the comment after a flag becomes its --help text
     gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
-    eval_samples: int = 0  # n: sample n responses per held-out prompt, report pass@n too; 0: one greedy one
+    eval_samples: int = 0  # n > 0: sample n responses per held-out prompt, for pass@n too; 0: a greedy one
     eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
     log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
     save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
@@ -128,13 +130,13 @@ class Args:  # the comment after a flag becomes its --help text
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
     groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
-    # The paper leaves open that std divides by k - 1. The 1e-4 is ours, because equal scores have a std of 0.
+    # The std divides by k - 1, which the paper leaves open. The 1e-4 is ours: equal scores have a std of 0.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Clipped objective with a k3 penalty (Eq. 3, 4): the mean over a response's tokens, then over responses.
+    """Return the clipped objective with a k3 penalty (Eq. 3, 4): the mean over tokens, then over responses.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
@@ -163,7 +165,6 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 def main(args):
     check_args(args)
     start_ranks(args)
-    # Models stay in eval mode: with dropout, training and sampling would compute different log-probs.
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM, args.dtype)
     policy = add_adapter(args, policy)
     reference = partial(without_adapter, policy) if args.kl_coef else None  # the same weights
@@ -203,7 +204,7 @@ def main(args):
 
         # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
         rollout["ref_logprobs"] = rollout["old_logprobs"]  # (B, T); without a reference, kl is 0
-        if reference:
+        if reference is not None:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
 
@@ -215,10 +216,10 @@ def main(args):
 
         # 6. Measure, evaluate and log
         metrics |= measure(args, rollout, began) | {"sampling_seconds": sampling_seconds}
+        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         is_last = iteration == args.num_iterations
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
             metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         log(args, run_dir, iteration, metrics, left)
         if args.log_every and iteration % args.log_every == 0:
             log_samples(run_dir, iteration, tokenizer, rows, rollout)
@@ -261,7 +262,8 @@ def update(args, state, rollout, lr_factor):
     grad_norms = []  # one for each optimizer step
     difference = 0.0  # mean |log-prob in training - log-prob while sampling|, which should be near 0
     for _ in range(args.update_epochs):
-        for minibatch in torch.randperm(len(rollout["scores"])).to(args.device).chunk(args.num_minibatches):
+        order = torch.randperm(len(rollout["scores"])).to(args.device)
+        for minibatch in order.chunk(args.num_minibatches):  # the indices of its rows
             is_first_step = not grad_norms  # in which pi_theta is still pi_old
             # Counts of the whole step: the loss does not depend on micro-batches and ranks.
             num_sequences = len(minibatch) * WORLD_SIZE
@@ -347,7 +349,7 @@ def eos_ids(model, tokenizer):
     configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
     ids = configured if isinstance(configured, list) else [configured]
     if tokenizer.chat_template:
-        # Special tokens decode to nothing. A newline can follow them, and ends no response.
+        # Only special tokens, and not a newline after them. They decode to nothing.
         ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 
@@ -356,7 +358,7 @@ def left_pad(id_lists, device):
     """Pad lists of token ids on the left. Return the ids and the attention mask, both (B, P)."""
     P = max(map(len, id_lists))
     padded = torch.tensor([[-1] * (P - len(ids)) + ids for ids in id_lists], device=device)
-    return padded.clamp(min=0), (padded >= 0).long()
+    return padded.clamp(min=0), (padded >= 0).long()  # -1 marks padding
 
 
 def model_inputs(input_ids, attention_mask):
@@ -380,7 +382,7 @@ def autocast(args):
 
 def log_distribution(logits, temperature):
     """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or more. One expression, so that no float32 copy of the logits stays in memory.
+    # In float32 or more
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1)
 
@@ -413,7 +415,7 @@ def micro_batches(rollout, indices, size):
         batch = {name: tensor[part] for name, tensor in rollout.items()}
         is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
         for name, tensor in batch.items():
-            if tensor.dim() == 2:  # a (b, T) tensor matches the last T of the P+T columns
+            if tensor.dim() == 2:  # a (b, T) tensor has the last T of the P+T columns
                 batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
         yield part, batch
 
@@ -538,7 +540,8 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
         # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
         dist.init_process_group(timeout=timedelta(hours=2))
-    say(f"{Path(__file__).name}: {WORLD_SIZE} process{'es'[: WORLD_SIZE - 1]} on {args.device}, {args.dtype}")
+    ranks = f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''}"
+    say(f"{Path(__file__).name}: {ranks} on {args.device}, {args.dtype}")
 
 
 def check_args(args):
@@ -551,7 +554,7 @@ def check_args(args):
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
         hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
         check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
-    for name in ("learning_rate", "eval_samples"):
+    for name in ("learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
@@ -561,12 +564,16 @@ def check_args(args):
     for name, value in vars(args).items():
         is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
         if is_toys and args.model != Args.model:
-            say(f"warning: --{name} {value} is for the toy; a real model needs about 1e-5, and 1024 tokens")
+            advice = "about 1e-5" if "rate" in name else "some 1024 tokens"
+            say(f"warning: --{name} {value} is the default for the toy; a real model needs {advice}")
 
 
 def load_model(args, name, auto_class, dtype="float32"):
-    """Load a model in dtype and in eval mode, the default of from_pretrained, and its tokenizer."""
-    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
+    """Load a model in dtype, and its tokenizer. from_pretrained sets eval mode, and no script leaves it."""
+    # With dropout, training and sampling would compute different log-probs.
+    is_judge = auto_class is transformers.AutoModelForSequenceClassification
+    flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
+    flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -574,10 +581,10 @@ def load_model(args, name, auto_class, dtype="float32"):
             name, trust_remote_code=False, use_safetensors=True, dtype=dtype, output_loading_info=True
         )
     except OSError as error:
-        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
-        missing += "Start scripts from the top folder of the repository. "
-        reason = " ".join(str(error).split())
-        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
+        hint = "Start scripts from the top folder of the repository, and give a reward as file.py:function."
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     remedy = "is a language model without a score head. Train one with reward_model.py."
@@ -645,7 +652,10 @@ def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
     if not name.endswith(".jsonl"):
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        try:
+            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        except OSError as error:
+            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -665,14 +675,13 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         where = f"{flag}, row {number}"
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
         check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
-        is_text = isinstance(row["prompt"], str)
-        for x in [] if is_text else row["prompt"]:
-            is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
-            check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-        remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
-        check(is_text or tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+        check_prompt(args, where, tokenizer, row["prompt"])
+        taken = {*row} & {"prompts", "completions", "truncated"}
+        check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
         options = row.get("chat_template_kwargs") or {}
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+    names = dict.fromkeys(sorted(set().union(*rows)))
+    rows = [names | row for row in rows]  # so that each rollout has all columns
     lengths = [len(row["prompt_ids"]) for row in rows]
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
@@ -684,6 +693,17 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
     check_positions(what, policy, longest + args.max_response_length)
     return kept
+
+
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
 def check_positions(what, model, num_tokens):
@@ -701,7 +721,7 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer, **columns):
+def exact_answer(completions, answer=(None,), **columns):
     """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
     for right in answer:
         reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
@@ -758,10 +778,9 @@ def load_function(name):
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
-    names = ", ".join(x for x in vars(module) if not x.startswith("_"))
-    check(
-        hasattr(module, function), f"--reward {name}: the file defines no function {function}, but {names}."
-    )
+    names = [x for x, value in vars(module).items() if callable(value)]
+    found = f"the file defines no function {function}, but {', '.join(names)}."
+    check(function in names, f"--reward {name}: {found}")
     return getattr(module, function)
 
 
@@ -774,12 +793,18 @@ def score(reward, tokenizer, rows, rollout):
     """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
-    result = reward(
-        prompts=columns.pop("prompt"),
-        completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
-        truncated=rollout["truncated"].tolist(),
-        **columns,
-    )
+    try:
+        result = reward(
+            prompts=columns.pop("prompt"),
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **columns,
+        )
+    except TypeError as error:
+        error.add_note(
+            "A reward is called with prompts, completions, truncated and all columns: add **columns."
+        )
+        raise
     what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
     remedy = f"Return one number for each of the {len(rows)} completions."
     try:
@@ -818,7 +843,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    checksum = zlib.crc32(repr(dataset).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -828,7 +854,8 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    weights = [weight.sum().item() for weight in state["policy"].parameters()]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
     checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
@@ -866,19 +893,16 @@ def check_folder(run_dir, flags):
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "num_iterations", "rows"}
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
     check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
     for name, text in changed.items():
-        jump = (
-            "; the learning rate jumps to its new decay"
-            if name == "num_iterations" and flags["anneal_lr"]
-            else ""
-        )
-        say(f"  changed     {text}{jump}")
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
 
 
 @contextmanager
@@ -963,11 +987,15 @@ def say_result(run_dir, metric, longer):
     if RANK == 0:
         folder = os.path.relpath(run_dir)
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        reached = (
+            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
+        )
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+Complete: {len(x)} iterations. Mean {metric} {reached}.
   model       {folder}/model, which from_pretrained opens
-  check       python tools/diagnose.py {folder}
+  check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")
 
 
@@ -975,10 +1003,12 @@ def print_help():
     """Print the flags that Args declares: first those of the method, then the others under their comments."""
     others, _, method = inspect.getsource(Args).partition("    # The method:")
     print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
-    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.\n\nThe method")
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
     for line in (method + others).splitlines():
         if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
-            text = f"  --{flag[1]:24}{flag[2]} [{getattr(Args, flag[1])}]"
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
             print(fill(text, 100, subsequent_indent=" " * 28))
         elif line.startswith("    # ") and "---" not in line:
             print(f"\n{line[6:]}")
