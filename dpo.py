@@ -333,9 +333,8 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
         # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
         dist.init_process_group(timeout=timedelta(hours=2))
-    say(
-        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
-    )
+    ranks = f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''}"
+    say(f"{Path(__file__).name}: {ranks} on {args.device}, {args.dtype}")
 
 
 def check_args(args):
@@ -353,8 +352,11 @@ def check_args(args):
 
 
 def load_model(args, name, auto_class):
-    """Load a model in float32 and in eval mode, the default of from_pretrained, and its tokenizer."""
-    flag = f"--{' or --'.join(x for x, value in vars(args).items() if value == name)} {name}"
+    """Load a model in float32, and its tokenizer. from_pretrained sets eval mode, and no script leaves it."""
+    # With dropout, training and sampling would compute different log-probs.
+    is_judge = auto_class is transformers.AutoModelForSequenceClassification
+    flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
+    flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -362,10 +364,10 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
-        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
-        missing += "Start scripts from the top folder of the repository. "
-        reason = " ".join(str(error).split())
-        check(False, f"{flag}: {'cannot be loaded. ' if Path(name).exists() else missing}({reason:.200})")
+        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
+        hint = "Start scripts from the top folder of the repository, and give a reward as file.py:function."
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     remedy = "is a language model without a score head. Train one with reward_model.py."
@@ -423,7 +425,10 @@ def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
     if not name.endswith(".jsonl"):
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        try:
+            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        except OSError as error:
+            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -505,7 +510,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    checksum = zlib.crc32(repr(dataset).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -553,7 +559,7 @@ def check_folder(run_dir, flags):
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
     lengths = {"num_iterations", "num_epochs"}
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
@@ -655,8 +661,11 @@ def say_result(run_dir, metric, longer):
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        reached = (
+            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
+        )
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+Complete: {len(x)} iterations. Mean {metric} {reached}.
   model       {folder}/model, which from_pretrained opens
   check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")

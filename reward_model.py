@@ -318,9 +318,8 @@ def start_ranks(args):
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
         # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
         dist.init_process_group(timeout=timedelta(hours=2))
-    say(
-        f"{Path(__file__).name}: {WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {args.device}, {args.dtype}"
-    )
+    ranks = f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''}"
+    say(f"{Path(__file__).name}: {ranks} on {args.device}, {args.dtype}")
 
 
 def check_args(args):
@@ -422,7 +421,10 @@ def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
     if not name.endswith(".jsonl"):
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
-        return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        try:
+            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        except OSError as error:
+            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -510,7 +512,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows": zlib.crc32(repr(dataset).encode())}
+    checksum = zlib.crc32(repr(dataset).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -558,7 +561,7 @@ def check_folder(run_dir, flags):
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
     lengths = {"num_iterations", "num_epochs"}
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows"} | lengths
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
@@ -644,8 +647,11 @@ def say_result(run_dir, metric, longer):
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        reached = (
+            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
+        )
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} of the first 10: {first:.3g}, of the last 10: {last:.3g}.
+Complete: {len(x)} iterations. Mean {metric} {reached}.
   model       {folder}/model, which from_pretrained opens
   check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")

@@ -798,9 +798,10 @@ def evaluate(args, policy, tokenizer, reward, dataset):
         scores[first : first + size] = score(reward, tokenizer, rows, rollout)
     groups = defaultdict(list)
     for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
-        groups[f"eval/score/{row.get('group', 'all')}"] += row_scores
+        group = "all" if row.get("group") is None else row["group"]
+        groups[f"eval/score/{group}"] += row_scores
         if n > 1:
-            groups[f"eval/pass@{n}/{row.get('group', 'all')}"].append(max(row_scores))
+            groups[f"eval/pass@{n}/{group}"].append(max(row_scores))
     return {name: sum(x) / len(x) for name, x in groups.items()}
 
 
