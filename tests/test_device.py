@@ -20,7 +20,10 @@ class Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)]
         on_host = [x for x in inputs if hasattr(x, "is_on_host")]
-        may_mix = all(x.dim() == 0 for x in on_host) or function in (Tensor.copy_, Tensor.__getitem__)
+        may_mix = all(x.dim() == 0 for x in on_host)
+        may_mix |= function in (Tensor.copy_, Tensor.__getitem__)
+        # A model is copied, or moves to the other kind, which sets the data of its weights.
+        may_mix |= function.__name__ in ("__deepcopy__", "_has_compatible_shallow_copy_type", "__set__")
         assert may_mix or len(on_host) == len(inputs), f"{function.__name__} gets tensors of both"
         result = function(*args, **kwargs)
         if function is Tensor.to and any(isinstance(x, device | str) for x in [*args, *kwargs.values()]):

@@ -54,7 +54,12 @@ def test_a_command_parses(path, words, monkeypatch):
     if script in SCRIPTS:
         module = importlib.import_module(script.stem)
         ranks = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", " ".join(words))
-        monkeypatch.setattr(module, "WORLD_SIZE", math.prod(map(int, ranks)))
+        count = math.prod(map(int, ranks))
+        monkeypatch.setattr(module, "WORLD_SIZE", count)
+        if hasattr(module, "SAMPLERS"):  # some of the ranks sample, and the others train
+            samplers = int(dict(x.split("=") for x in words if "=" in x).get("SAMPLER_RANKS", 1))
+            monkeypatch.setattr(module, "TRAINERS", range(count - samplers))
+            monkeypatch.setattr(module, "SAMPLERS", range(count - samplers, count))
         module.check_args(tyro.cli(module.Args, args=words[words.index(name) + 1 :], use_underscores=True))
 
 
