@@ -308,7 +308,7 @@ def show(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
+        time.sleep(10 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 

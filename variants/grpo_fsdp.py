@@ -370,6 +370,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
 
+    show("")
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
@@ -554,7 +555,7 @@ def show(text):
 def check(condition, message):
     """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
+        time.sleep(10 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -816,10 +817,12 @@ def load_function(name):
     path = Path(file).resolve()
     check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
     sys.path.append(str(path.parent))  # for its neighbors
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    module = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):  # not yet loaded, or another module has this name
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
     names = [x for x, value in vars(module).items() if callable(value)]
     found = f"the file defines no function {function}, but {', '.join(names)}."
     check(function in names, f"--reward {name}: {found}")
