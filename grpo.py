@@ -310,6 +310,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
             if len(active) == 0:
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
+    show("")
 
     return {
         "sequences": sequences,
