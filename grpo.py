@@ -491,9 +491,12 @@ def show(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message and exit with code 2."""
+    """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
-        time.sleep(3 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
+        is_later = RANK > 0
+        if dist.is_initialized():  # the first rank that fails speaks
+            is_later = dist.distributed_c10d._get_default_store().add("error", 1) > 1
+        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -992,6 +995,10 @@ if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
     try:
         main(args)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(1)  # the connection to a rank that has said why it ends
     except SystemExit as end:  # with exit code 0 it would look like a complete run
         sys.exit(
             end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
