@@ -755,10 +755,12 @@ def load_function(name):
     path = Path(file).resolve()
     check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
     sys.path.append(str(path.parent))  # for its neighbors
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    module = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):  # else --reward has loaded it for --eval_reward
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
     names = [x for x, value in vars(module).items() if callable(value)]
     found = f"the file defines no function {function}, but {', '.join(names)}."
     check(function in names, f"--reward {name}: {found}")
