@@ -122,7 +122,8 @@ def test_the_table_has_the_numbers_of_the_logs(parts, folder):
     name, is_new, _, table, _ = parts
     title, *rows = table.split("\n")
     assert " ".join(title.split()) == "iter score kl entropy length truncated logp diff tokens/s left"
-    rows = iter(rows)
+    rows, samples = iter(rows), read_jsonl(folder / name / "samples.jsonl")
+    assert [x["iteration"] for x in samples] == [3, 3, 3]
     for line in read_jsonl(folder / name / "metrics.jsonl"):
         if not is_new and line["iteration"] <= 2:
             continue  # printed before the kill
@@ -134,7 +135,7 @@ def test_the_table_has_the_numbers_of_the_logs(parts, folder):
         if "eval/score/all" in line:
             text = f"held out, iteration {line['iteration']}: score/all {digits['eval/score/all']:g}"
             assert " ".join(next(rows).split()) == text
-        for x in read_jsonl(folder / name / "samples.jsonl") if line["iteration"] == 3 else []:
+        for x in samples if line["iteration"] == 3 else []:
             row = next(rows)
             assert row.startswith("   ")
             assert " ".join(row.split()) == f"{x['score']} {x['prompt']} -> {x['response']}"
@@ -214,6 +215,19 @@ def test_one_rank_says_what_is_wrong(folder):
     assert result.stdout.startswith("grpo.py: 2 processes on cpu, float32\n")
     assert result.stderr.startswith("error: --reward ") and result.stderr.count("error: --") == 1
     assert "[rank" not in result.stderr and "Error: [" not in result.stderr
+
+
+def test_of_ranks_that_fail_together_the_first_speaks_at_once(monkeypatch):
+    """The others wait for torchrun to stop them, whichever rank is the first."""
+    waits, store = [], torch.distributed.HashStore()
+    monkeypatch.setattr(grpo.time, "sleep", waits.append)
+    monkeypatch.setattr(grpo.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(grpo.dist.distributed_c10d, "_get_default_store", lambda: store)
+    for rank in (2, 0, 1):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        with pytest.raises(SystemExit):
+            grpo.check(False, "the same")
+    assert waits[0] == 0 and min(waits[1:]) >= 10
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
