@@ -310,6 +310,7 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
             if len(active) == 0:
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
+    show("")
 
     show("")
     return {
@@ -491,7 +492,7 @@ def show(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message and exit with code 2."""
+    """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
         time.sleep(10 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
         print(f"error: {message}", file=sys.stderr)
@@ -992,6 +993,10 @@ if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
     try:
         main(args)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(1)  # the connection to a rank that has said why it ends
     except SystemExit as end:  # with exit code 0 it would look like a complete run
         sys.exit(
             end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."

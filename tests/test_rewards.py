@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 
 import datasets
 import driver
@@ -11,7 +12,7 @@ import transformers
 from conftest import ROOT, write_jsonl
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from zoo import PAIRS, make_model, make_tokenizer, recorded, run, run_stage, save
+from zoo import PAIRS, make_model, make_tokenizer, recorded, refused, run, run_stage, save
 
 import grpo
 import ppo
@@ -45,8 +46,9 @@ def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED,
 
 
 def test_exact_answer_compares_what_follows_the_last_answer():
-    texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8"]
-    assert grpo.exact_answer(texts, answer=[8, "8", "8", "8"]) == [1, 0, 0, 1]
+    """Spaces and newlines around either do not count."""
+    texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8", "answer 8", "answer\n8"]
+    assert grpo.exact_answer(texts, answer=[8, "8", "8", "8", "8\n", " 8"]) == [1, 0, 0, 1, 1, 1]
 
 
 def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
@@ -170,3 +172,114 @@ def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
         penalized = raw.view(len(raw), -1) - 0.5 * sampled["truncated"][:, None]
         expected = (2 * penalized).clamp(-1, 1).view_as(raw)
         torch.testing.assert_close(rollout[name], expected.repeat_interleave(16 // len(raw), 0))
+
+
+@pytest.mark.parametrize("chats", [False, True])
+@pytest.mark.parametrize("completion", ["answer 8", "answer 8 {end}"])
+def test_a_completion_that_has_its_end_gets_no_second_one(chats, completion, tmp_path):
+    own, end = make_tokenizer(bos=True, chat=True), "<end>" if chats else "<eos>"
+    save_reward_model(tmp_path, own)
+    text = "<bos> <user> 9 ? <end> <model> answer 8 <end>" if chats else "<bos> 9 ? answer 8 <eos>"
+    prompt = [{"role": "user", "content": "9 ?"}] if chats else "9 ?"
+    reward = grpo.load_reward(grpo.Args(device="cpu"), str(tmp_path))
+    found = reward(prompts=[prompt], completions=[completion.format(end=end)], truncated=[False])
+    assert_scores(torch.tensor(found), tmp_path, [own(text, add_special_tokens=False)["input_ids"]])
+
+
+JUDGE = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import {neighbor}
+
+def length(text):
+    return {neighbor}.factor * len(text)
+
+def in_a_pool(completions, start):
+    with ProcessPoolExecutor(1, multiprocessing.get_context(start)) as pool:
+        return list(pool.map(length, completions))
+
+def alone(completions, **columns): return list(map(length, completions))
+def fork(completions, **columns): return in_a_pool(completions, "fork")
+def spawn(completions, **columns): return in_a_pool(completions, "spawn")
+"""
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Write a reward file with a neighbor that it imports. Its scores are that factor times the length of a text."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = []
+
+    def write(name: str, factor: int) -> str:
+        neighbor = f"neighbor_{factor}"
+        folder = tmp_path / neighbor
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(JUDGE.format(neighbor=neighbor))
+        (folder / f"{neighbor}.py").write_text(f"factor = {factor}\n")
+        names.extend({name, neighbor} - {*sys.modules})
+        return f"{folder}/{name}.py"
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("start", ["alone", "fork", "spawn"])
+def test_a_reward_file_may_import_its_neighbor_and_use_processes(start, judge):
+    """Also the second function of one file, as --eval_reward."""
+    file = judge(f"judge_{start}", 2)
+    for function in ("alone", start):
+        reward = grpo.load_reward(grpo.Args(), f"{file}:{function}")
+        assert reward(completions=["9", "9 +"]) == [2, 6]
+
+
+def test_reward_files_with_the_name_of_another_module_or_of_each_other(judge):
+    files = [judge("json", 1), judge("mine", 2), judge("mine", 3)]
+    rewards = [grpo.load_reward(grpo.Args(), f"{file}:alone") for file in files]
+    assert [reward(completions=["9 +"]) for reward in rewards] == [[3], [6], [9]]
+    assert importlib.import_module("json").loads("[1]") == [1]
+
+
+@pytest.mark.parametrize("case", [{"reward": "minus"}, {"reward_zscore": True}, {"missing_eos_penalty": 0.5}])
+def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
+    """Its advantages would have the wrong sign. The corrected command runs in the same folder."""
+    (tmp_path / "mine.py").write_text(
+        "def half(completions, **_): return [float(i % 2) for i in range(len(completions))]\n"
+        "def minus(completions, **_): return [x - 1 for x in half(completions)]\n"
+    )
+    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", ROWS), "run_dir": tmp_path / "run"}
+    flags |= {"max_response_length": 2, "num_iterations": 1}
+    wrong = {"reward": "half"} | case
+    wrong["reward"] = f"{tmp_path}/mine.py:{wrong['reward']}"
+    assert "scores of 0 and 1" in refused(capsys, run, "maxrl", **flags | wrong)
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    run("maxrl", **flags, reward=f"{tmp_path}/mine.py:half")
+
+
+def toy_teacher(folder, **changes) -> str:
+    """The toy's teacher with another configuration of its positions or another number of outputs."""
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "teacher")
+    teacher.resize_token_embeddings(changes.pop("vocab_size", None), mean_resizing=False)
+    teacher.config.update(changes)
+    return save(folder, teacher, transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "teacher"))
+
+
+@pytest.mark.parametrize("case", ["gkd", "distill", "sdpo", "outputs of gkd"])
+def test_a_teacher_that_cannot_read_the_texts_is_refused(case, tmp_path, capsys):
+    """It has fewer positions than a prompt and its response, or more outputs than the policy."""
+    rows = [row | {"demonstration": "3 + " * 120} for row in ROWS[:1] * 16]
+    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
+    expected = "--teacher", "tokens, but the model has 6 positions"
+    if case == "sdpo":
+        expected = "--template", "249 tokens, but the model has 128 positions"
+    elif "outputs" in case:
+        flags["teacher"], expected = (
+            toy_teacher(tmp_path / "teacher", vocab_size=24),
+            ("--teacher has 24", "--model 19"),
+        )
+    else:
+        flags["teacher"] = toy_teacher(tmp_path / "teacher", max_position_embeddings=6)
+    said = refused(capsys, run, case.split()[-1], **flags, max_response_length=5)
+    assert all(words in said for words in expected), said
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()

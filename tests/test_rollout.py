@@ -4,7 +4,6 @@ A sampled token's log-prob must be that of a plain forward pass, whatever paddin
 """
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from conftest import write_jsonl
@@ -184,14 +183,6 @@ def test_prompts_get_one_bos_and_too_long_ones_are_left_out(tmp_path):
         data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": ""} for prompt in prompts])
         (row,) = grpo.load_rows(args, str(data), "train", make_model("llama"), tokenizer)
         assert row["prompt_ids"] == expected
-
-
-def test_an_eos_that_the_tokenizer_appends_is_no_part_of_a_prompt():
-    tokenizer = make_tokenizer()
-    template = tokenizers.processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
-    tokenizer.backend_tokenizer.post_processor = template
-    assert tokenizer(PROMPTS[0])["input_ids"] == [*IDS[0], 1]
-    assert grpo.token_ids(tokenizer, PROMPTS[0]) == IDS[0]
 
 
 def test_each_epoch_has_every_prompt_once_in_a_new_order():

@@ -1,7 +1,9 @@
 """A run resumes after anything with the same command, and its folder holds the result."""
 
 import importlib
+import json
 import math
+import os
 import shutil
 import signal
 from statistics import fmean
@@ -225,3 +227,88 @@ def test_a_copy_of_grpo_needs_what_it_names_and_evaluates_nothing_else(tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("grpo__1__")
     assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]
+
+
+SHORT = {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
+
+
+@pytest.fixture
+def short(tmp_path):
+    """Of a run of two short iterations, with a reward that gives nothing and one that works."""
+    (tmp_path / "mine.py").write_text(
+        "def none(completions, **_): return [None] * len(completions)\n"
+        "def works(completions, **_): return [len(x) for x in completions]\n"
+    )
+    rows = [{"prompt": "3 + 5 ?", "answer": "8"}] * 4
+    return SHORT | {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
+
+
+def test_a_kill_while_the_folder_is_made_leaves_one_in_which_the_command_works(short, tmp_path):
+    """Before the lock, between lock and flags, while flags are written, and before the script is copied."""
+    run_dir = tmp_path / "run"
+    whole = tmp_path / "whole"
+    run("grpo", **short | {"run_dir": whole})
+    places = [(grpo.filelock.FileLock, "acquire", set()), (grpo, "replacing", {"lock"})]
+    places += [(os, "fsync", {"lock", "args.json.tmp"}), (os, "replace", {"lock", "args.json.tmp"})]
+    places += [(shutil, "copy", {"lock", "args.json"})]
+    for module, name, left in places:
+        assert resume.run_and_kill(module, name, 1, run, "grpo", **short) == -signal.SIGKILL
+        assert {path.name for path in run_dir.glob("*")} == left
+    run("grpo", **short)
+    resume.assert_same_run(whole, run_dir)
+
+
+def test_a_killed_run_has_the_model_of_its_last_checkpoint(short, tmp_path):
+    """It is killed when it logs iteration 2."""
+    assert resume.run_and_kill(grpo, "append", 2, run, "grpo", **short, log_every=0) == -signal.SIGKILL
+    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    start = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "policy").state_dict()
+    assert checkpoint["iteration"] == 1 and checkpoint["policy"].keys() == model.keys()
+    for name, x in checkpoint["policy"].items():
+        assert torch.equal(model[name], x)
+    assert any(not torch.equal(model[name], x) for name, x in start.items())
+
+
+def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(short, tmp_path, capsys):
+    mine = f"{tmp_path}/mine.py"
+    for _ in range(2):
+        assert "returned [None" in refused(capsys, run, "grpo", **short, reward=f"{mine}:none")
+    short["num_iterations"] = 1
+    run("grpo", **short, reward=f"{mine}:works", learning_rate=1e-3)
+    said = refused(capsys, run, "grpo", **short, reward=f"{mine}:none", learning_rate=1e-3)
+    assert f"other flags: reward {mine}:works (now {mine}:none). " in said and "learning_rate" not in said
+
+
+def test_a_resumed_run_names_what_has_changed(short, tmp_path, capsys):
+    """A script in one line, and a flag with both values. More iterations change a learning rate that decays."""
+    run_dir = tmp_path / "run"
+    run("grpo", **short, anneal_lr=True)
+    capsys.readouterr()
+    run("grpo", **short, anneal_lr=True)
+    said = capsys.readouterr().out
+    assert "(now" not in said and "warning" not in said
+    with (run_dir / "grpo.py").open("a") as file:
+        file.write("# as it was\n")
+    run("grpo", **short | {"num_iterations": 3}, anneal_lr=True, micro_batch_size=4)
+    lines = capsys.readouterr().out.split("\n")
+    (script,) = (line for line in lines if "has changed" in line)
+    assert str(ROOT / "grpo.py") in script and str(run_dir / "grpo.py") in script
+    changed = [line for line in lines if "(now " in line]
+    rate, memory = (next(x for x in changed if name in x) for name in ("num_iterations", "micro_batch_size"))
+    assert len(changed) == 2 and "micro_batch_size 64 (now 4)" in memory and "learning rate" not in memory
+    assert "num_iterations 2 (now 3)" in rate and "learning rate" in rate
+    assert json.loads((run_dir / "args.json").read_text())["num_iterations"] == 3
+    assert (run_dir / "grpo.py").read_text().endswith("# as it was\n")  # to compare with
+
+
+def test_a_second_process_is_refused(short, tmp_path, capsys):
+    """While another one trains in the folder. Nothing is written."""
+    run("grpo", **short)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    grpo.open_run.lock.release()
+    with grpo.filelock.FileLock(tmp_path / "run" / "lock"):
+        said = refused(capsys, run, "grpo", **short | {"num_iterations": 3})
+    assert f"--run_dir {tmp_path / 'run'}: another process is training in it" in said
+    assert before == {path: path.read_bytes() for path in before}
