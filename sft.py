@@ -242,9 +242,14 @@ def say(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message and exit with code 2."""
+    """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
-        time.sleep(10 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
+        is_later = RANK > 0
+        if (
+            dist.is_initialized()
+        ):  # the first rank that fails speaks; PyTorch has no public name for this store
+            is_later = dist.distributed_c10d._get_default_store().add("error", 1) > 1
+        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -468,8 +473,9 @@ def open_run(args, state, dataset):
         open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
         try:
             open_run.lock.acquire(blocking=False)  # makes the folder
-        except filelock.Timeout:
-            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        except (filelock.Timeout, OSError) as error:
+            reason = "another process is training in it" if isinstance(error, filelock.Timeout) else error
+            check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
         script = f"{run_dir}/{name}.py"

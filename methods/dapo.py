@@ -339,8 +339,8 @@ def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False
             if len(active) == 0:
                 break
             inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
-
     show("")
+
     return {
         "sequences": sequences,
         "attention_mask": attention_mask,
@@ -520,9 +520,14 @@ def show(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message and exit with code 2."""
+    """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
-        time.sleep(10 * (RANK > 0))  # rank 0 prints at once, and torchrun then stops the others
+        is_later = RANK > 0
+        if (
+            dist.is_initialized()
+        ):  # the first rank that fails speaks; PyTorch has no public name for this store
+            is_later = dist.distributed_c10d._get_default_store().add("error", 1) > 1
+        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -693,7 +698,8 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
     say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
-    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). Raise --max_prompt_length.")
+    remedy = "Raise --max_prompt_length." if rows else "Add rows."
+    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). {remedy}")
     remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
     longest = max(len(row["prompt_ids"]) for row in kept)
@@ -871,8 +877,9 @@ def open_run(args, state, dataset):
         open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
         try:
             open_run.lock.acquire(blocking=False)  # makes the folder
-        except filelock.Timeout:
-            check(False, f"--run_dir {run_dir}: another process is training in it. Wait, or use a new one.")
+        except (filelock.Timeout, OSError) as error:
+            reason = "another process is training in it" if isinstance(error, filelock.Timeout) else error
+            check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
         script = f"{run_dir}/{name}.py"
@@ -1021,6 +1028,10 @@ if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
     try:
         main(args)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(1)  # the connection to a rank that has said why it ends
     except SystemExit as end:  # with exit code 0 it would look like a complete run
         sys.exit(
             end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
