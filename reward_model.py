@@ -419,6 +419,7 @@ def completion_ids(tokenizer, prompt, completion):
 def turn_end(tokenizer):
     """Return the token ids that a chat template writes after an assistant's message."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    # token_ids leaves the last message open.
     return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
 
 
