@@ -116,6 +116,16 @@ def test_each_evaluation_has_the_held_out_reward(seen):
     assert all(line["score"] != 7.0 for line in lines[1:])
 
 
+def test_held_out_rows_without_a_group_are_one_group():
+    args = grpo.Args(device="cpu", batch_size=2, max_response_length=2, eval_samples=2)
+    rows, ones = (
+        [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3,
+        lambda completions, **_: [1.0] * len(completions),
+    )
+    found = grpo.evaluate(args, make_model("llama"), make_tokenizer(), ones, rows)
+    assert found == {"eval/score/all": 1.0, "eval/pass@2/all": 1.0}
+
+
 def test_times_are_those_of_what_they_name(seen):
     """Sampling without the reward; tokens by sampling, reward and update, and so what is left."""
     for calls, line in zip(iterations(seen[0]), read_jsonl(seen[1] / "metrics.jsonl")[1:], strict=True):
@@ -166,6 +176,11 @@ def test_a_text_may_be_as_long_as_the_model_has_positions(capsys):
     grpo.check_positions("", model, model.config.max_position_embeddings)
     with pytest.raises(SystemExit):
         grpo.check_positions("", model, model.config.max_position_embeddings + 1)
+
+
+def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
+    data = str(write_jsonl(tmp_path / "data.jsonl", [{"prompt": "3 ?"}, {"prompt": "4 ?"}]))
+    assert len(grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), make_tokenizer(), 2)) == 2
 
 
 def test_a_reward_gets_a_column_that_only_some_rows_have_and_can_be_sent_to_processes(tmp_path):
@@ -252,6 +267,7 @@ def test_held_out_examples_of_sft_are_the_last_and_not_learned(tmp_path, monkeyp
     prompts = [row["prompt"] for row in rows]
     assert {row["prompt"] for _, found in learned for row in found} == {*prompts[:16]}
     assert [[row["prompt"] for row in args[-1]] for args, _ in evaluated] == [prompts[16:]] * 2
+    assert {x["prompt"] for x in read_jsonl(tmp_path / "run" / "samples.jsonl")} <= {*prompts[16:]}
 
 
 @pytest.mark.parametrize("name", ["reward_model", "dpo"])
@@ -267,6 +283,8 @@ def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch)
         [held_out] = [x for x in args if isinstance(x, list)]
         assert [row["prompt"] for row in held_out] == [row["prompt"] for row in rows[16:]]
     assert len(evaluated) == 2
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {x["prompt"] for x in samples} <= {row["prompt"] for row in rows[16:]}
 
 
 # bfloat16

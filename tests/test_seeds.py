@@ -78,6 +78,20 @@ def test_a_new_head_of_a_reward_model_follows_from_the_seed(tmp_path):
     assert 0.5 < one.std().item() * (one.numel() + 1) < 2  # scores start near 0
 
 
+def test_a_reward_model_that_is_trained_on_keeps_its_head():
+    folder = ROOT / "toy" / "reward_model"
+    model, _ = reward_model.load_model(reward_model.Args(model=str(folder), device="cpu"))
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(model.score.weight, saved.score.weight)
+
+
+def test_a_rank_beyond_the_world_is_refused(monkeypatch, capsys):
+    """As when one variable of torchrun is set by hand."""
+    monkeypatch.setattr(grpo, "RANK", 1)
+    monkeypatch.setattr(grpo.time, "sleep", lambda _: None)
+    assert "RANK=1 does not fit WORLD_SIZE=1" in refused(capsys, grpo.start_ranks, grpo.Args(device="cpu"))
+
+
 # What a user may change in a run that has begun. Another value of anything else would be another experiment.
 FREE = {"run_dir", "eval_every", "log_every", "save_every", "track"}
 FREE |= {"num_iterations", "num_epochs", "micro_batch_size", "gradient_checkpointing"}
