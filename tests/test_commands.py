@@ -1,0 +1,192 @@
+"""What tools/sync.py, tools/mix.py and data/ write when a user calls them, and that they overwrite nothing."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import datasets
+import diagnose
+import gsm8k
+import mix
+import plot
+import pytest
+import reversal
+import sync
+from conftest import ROOT, SOURCES, read_jsonl
+from test_dev_tools import rows_of
+from test_siblings import commit, copy_scripts, edit
+
+
+def test_make_diff_takes_lines_from_the_first_and_gives_those_of_the_second(capsys):
+    assert sync.diff("grpo", "rloo") == 0
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("--- grpo.py", "+++ rloo.py")
+    for sign, name in (("-", "grpo"), ("+", "rloo")):
+        found = {line[1:] for line in lines if line[:1] == sign}
+        assert found and found <= {*SOURCES[name].splitlines()}
+
+
+COMMANDS = {
+    "variant": (sync.variant, ("rloo", "lora"), "variants/rloo_lora.py"),
+    "patch": (sync.patch, ("rloo", "entropy_bonus"), "runs/rloo_entropy_bonus.py"),
+    "mix": (mix.mix, ("rloo", "gspo"), "runs/rloo_gspo.py"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_there_is_not_overwritten(command, tmp_path, capsys):
+    """It may be edited. Deleted, it is made anew, in the default folder, and starts from there."""
+    function, words, path = COMMANDS[command]
+    folder = copy_scripts(tmp_path)
+    (folder / "patches").mkdir()
+    (folder / "patches" / "entropy_bonus.patch").write_text(SOURCES["entropy_bonus"])
+    assert function(*words, root=folder) == 0
+    made = (folder / path).read_text()
+    assert f"    python {path}\n" in made and capsys.readouterr().out == (
+        f"{path}: start it from the top folder, python {path}\n"
+    )
+    (folder / path).write_text("# mine\n")
+    assert function(*words, root=folder) == 2
+    assert capsys.readouterr().out == f"error: {path} exists; delete it to make it anew\n"
+    assert (folder / path).read_text() == "# mine\n"
+    (folder / path).unlink()
+    assert function(*words, root=folder) == 0 and (folder / path).read_text() == made
+
+
+def test_the_command_line_has_the_exit_code_of_its_command(tmp_path):
+    """As make needs it. A folder can be named."""
+    for tool, words in (("sync", "patch rloo no"), ("mix", "rloo no"), ("sync", "variant no lora")):
+        command = [sys.executable, ROOT / "tools" / f"{tool}.py", *words.split()]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 2 and result.stdout.startswith("error: ") and not result.stderr
+    command = [sys.executable, ROOT / "tools" / "mix.py", "rloo", "gspo", tmp_path / "new"]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rloo_gspo.py"]
+
+
+def test_an_edit_of_one_script_alone_is_exit_code_1(tmp_path, capsys):
+    """A file of the user beside the scripts is none of them, and two of one name are refused."""
+    folder = copy_scripts(tmp_path)
+    (folder / "my_reward.py").write_text(
+        "def score(completions, **_): return [len(x) for x in completions]\n"
+    )
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    commit(folder)
+    assert sync.sync(folder) == 0
+    edit(folder / "rloo.py", "\ndef choose_rows(", "\n# mine\ndef choose_rows(")
+    assert sync.sync(folder) == 1 and "rloo.py: not written" in capsys.readouterr().out
+    (folder / "methods" / "sft.py").write_text((folder / "sft.py").read_text())
+    with pytest.raises(SystemExit, match=r"methods/sft\.py"):
+        sync.paths(folder)
+
+
+def test_a_hunk_of_a_patch_has_one_place():
+    """Context decides between two places; without it there is none. A line is a whole line."""
+    source = "a\nx\nb\nx\nbx\n"
+    assert sync.apply(source, "@@ @@\n a\n-x\n+y\n") == "a\ny\nb\nx\nbx\n"
+    assert sync.apply(source, "@@ @@\n-x\n+y\n bx\n") == "a\nx\nb\ny\nbx\n"
+    assert sync.apply("ax\nx\n", "@@ @@\n-x\n+y\n") == "ax\ny\n"
+    for hunk in ("-x\n+y\n", "-z\n+y\n"):
+        with pytest.raises(ValueError, match="mine: it has no single place"):
+            sync.apply(source, f"@@ @@\n{hunk}", "mine")
+
+
+def test_a_made_variant_needs_the_packages_of_its_features():
+    """Of vLLM, a version of transformers too."""
+    for feature in ("lora", "vllm"):
+        made = sync.packages(sync.combine("rloo", [feature]))
+        assert made == sync.packages(SOURCES[f"grpo_{feature}"]) != sync.packages(SOURCES["rloo"])
+
+
+def test_what_is_refused_is_refused_in_any_order():
+    for pair in (["async", "vllm"], ["vllm", "async"]):
+        with pytest.raises(ValueError, match=r"^\w+ with \w+: each rank would have an engine"):
+            sync.combine("flash_reinforce", pair)
+
+
+# The lines of grpo.py's skeleton that a variant changes or leaves out
+CHANGED = {
+    "grpo_correction": 1,
+    "grpo_fsdp": 3,
+    "grpo_lora": 11,
+    "grpo_vllm": 41,
+    "flash_reinforce_async": 16,
+}
+CHANGED |= {"reinforce_pp_process": 19, "reinforce_pp_tools": 13}
+
+
+@pytest.mark.parametrize("name", sync.features().values())
+def test_a_variant_changes_no_other_line_of_the_skeleton(name):
+    """`make sync` compares with an earlier commit, so it cannot know a line that changed in a variant alone."""
+    lines = [Counter(sync.skeleton(SOURCES[x]).splitlines()) for x in ("grpo", name)]
+    lacking = (lines[0] - lines[1]).total()
+    assert lacking == CHANGED[name], f"{name}.py lacks {lacking} lines of grpo.py. Are they all meant?"
+
+
+# plot.py and diagnose.py
+
+
+def test_a_plot_has_a_panel_for_each_metric_and_its_iterations_in_order(tmp_path):
+    """A resumed run has its later lines in a second place."""
+    rows = [{"iteration": i, "score": 10.0 * i, "eval/score/a": 1.0, "grad_norm": 1.0} for i in (3, 4, 1, 2)]
+    figure = plot.draw({"a": [rows]}, tmp_path / "plot.png")
+    assert [axis.get_title() for axis in figure.axes] == ["score", "eval/score/a"]
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 3, 4]
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    "flags, change, count, expected",
+    [
+        ({"dtype": "bfloat16"}, {"logprob_difference": 0.04}, 40, []),
+        ({"dtype": "bfloat16"}, {"logprob_difference": 0.06}, 40, ["log-probs"]),
+        ({"dtype": "float32"}, {"logprob_difference": 0.04}, 40, ["log-probs"]),
+        ({"dtype": "float32"}, {"kl": 9.0}, 40, ["first kl"]),
+        ({"dtype": "float32", "teacher": "toy/teacher"}, {"kl": 9.0}, 40, []),
+        ({"dtype": "float32"}, {"kl": 1e-6}, 20, ["kl of 0"]),
+        ({"dtype": "float32"}, {"kl": 1e-6}, 19, []),  # too few
+    ],
+)
+def test_what_a_rule_makes_of_dtype_teacher_and_length(flags, change, count, expected):
+    rows = rows_of(lambda i: change)[: count + 1]
+    assert [name for name, _ in diagnose.findings(flags, rows)] == expected
+
+
+# data/
+
+
+def test_the_files_of_the_lists(tmp_path, monkeypatch, capsys):
+    """Each level has its held-out prompts, and only the first level is trained on."""
+    monkeypatch.setattr(reversal, "FOLDER", tmp_path / "reversal")
+    reversal.main()
+    train, test = (read_jsonl(tmp_path / "reversal" / f"{x}.jsonl") for x in ("train", "test"))
+    assert Counter(row["group"] for row in train) == {"3 words": 1000}
+    levels = {level: 32 for level in ("3 words", "3 new words", "4 words")}
+    assert Counter(row["group"] for row in test) == levels | {"plain questions": len(reversal.QUESTIONS)}
+    for row in train + test:
+        *head, question = row["prompt"]
+        words = {*question["content"].removeprefix("Reverse the order: ").split(", ")}
+        if row["group"] != "plain questions":
+            assert len(words) == int(row["group"][0]) and len(head) == 3
+            assert words <= {*(reversal.NEW_WORDS if "new" in row["group"] else reversal.WORDS)}
+    assert not {*reversal.WORDS} & {*reversal.NEW_WORDS}
+    assert reversal.make_rows() == {"train": train, "test": test}
+    assert capsys.readouterr().out.count("prompts") == 2
+
+
+def test_the_files_of_gsm8k(tmp_path, monkeypatch):
+    """Each split in its own file, with the number at the very end as the answer."""
+
+    def load_dataset(name, config, split):
+        assert (name, config) == ("openai/gsm8k", "main")
+        return [{"question": f" {split}? ", "answer": f"<<1+1=2>> #### 2 is half of\n#### {len(split)},000"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(gsm8k, "FOLDER", tmp_path / "gsm8k")
+    gsm8k.main()
+    for split in ("train", "test"):
+        [row] = map(json.loads, (tmp_path / "gsm8k" / f"{split}.jsonl").open())
+        assert row["answer"] == f"{len(split)},000"
+        [question] = row["prompt"]
+        assert question == {"role": "user", "content": f"{split}?\n\n{gsm8k.TASK}"}

@@ -1,0 +1,367 @@
+"""One run of grpo.py with no flag at its default, seen from outside: what is called when, with which rows, and what is
+written down of it. And what shows in bfloat16 only.
+"""
+
+import importlib
+import pickle
+import sys
+from itertools import chain, pairwise
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+import transformers
+from conftest import ROOT, read_jsonl, write_jsonl
+from zoo import STAGE_DATA, few, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+
+import grpo
+import ppo
+import sft
+
+REWARDS = """
+def longer(completions, **_): return [float(len(x)) for x in completions]
+def held_out(completions, **_): return [7.0] * len(completions)
+"""
+SECONDS = {"generate": 1, "score": 10, "policy_loss": 100, "evaluate": 1000, "log_samples": 10_000}
+WATCHED = [*SECONDS, "choose_rows", "measure", "log", "save_checkpoint", "save_model", "optimizer_step"]
+FLAGS = {
+    "num_iterations": 5,
+    "batch_size": 24,
+    "samples_per_prompt": 2,
+    "num_minibatches": 4,
+    "update_epochs": 3,
+}
+FLAGS |= {"log_every": 2, "save_every": 3, "eval_every": 2, "reward_scale": 3.0, "missing_eos_penalty": 0.5}
+FLAGS |= {"max_prompt_length": 6, "max_response_length": 9}
+
+
+SAVES = ["save_checkpoint", "save_model"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """The calls of a run, in order, as (name, arguments, result, began, ended), and its folder.
+
+    The clock stands still but for the seconds that SECONDS gives to a call. Dataset and eval_dataset are two splits of
+    one folder. Its prompts have up to 8 tokens, and one has none.
+    """
+    folder, calls, clock = tmp_path_factory.mktemp("one"), [], [0.0]
+    (folder / "data").mkdir()
+    (folder / "mine.py").write_text(REWARDS)
+    for split, first in (("train", "3"), ("test", "5")):
+        numbers = [str(i) for i in (*range(10), *range(10, 20), *range(100, 105))]
+        texts = [f"{' + '.join([first, *digits])} ?" for digits in numbers]  # of 4, 6 and 8 tokens
+        rows = [{"prompt": x, "answer": "1", "group": x[4:5]} for x in [*texts, " "]]
+        write_jsonl(folder / "data" / f"{split}.jsonl", rows)
+
+    def watched(name, function):
+        def stand_in(*args, **options):
+            began = clock[0]
+            result = function(*args, **options)
+            if name == "generate":
+                result["row"] = torch.arange(len(result["truncated"]))
+            clock[0] += SECONDS.get(name, 0)
+            calls.append(SimpleNamespace(name=name, args=args, result=result, began=began, ended=clock[0]))
+            return result
+
+        return stand_in
+
+    rewards = {x: f"{folder}/mine.py:{y}" for x, y in (("reward", "longer"), ("eval_reward", "held_out"))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WATCHED:
+            patch.setattr(grpo, name, watched(name, getattr(grpo, name)))
+        patch.setattr(grpo, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        data = {"dataset": f"{folder}/data", "eval_dataset": f"{folder}/data"}
+        run("grpo", run_dir=folder / "run", **FLAGS | rewards | data)
+    return calls, folder / "run"
+
+
+def named(calls, *names):
+    return [call for call in calls if call.name in names]
+
+
+def iterations(calls) -> list:
+    """The calls of each iteration."""
+    starts = [i for i, call in enumerate(calls) if call.name == "choose_rows"]
+    return [calls[first:end] for first, end in pairwise([*starts, len(calls)])]
+
+
+def test_each_pass_has_every_response_once_in_a_new_order(seen):
+    """update_epochs passes of num_minibatches steps each."""
+    for calls in iterations(seen[0]):
+        steps = [call.args[1]["row"].tolist() for call in named(calls, "policy_loss")]
+        assert len(steps) == len(named(calls, "optimizer_step")) == 12
+        passes = [steps[i : i + 4] for i in (0, 4, 8)]
+        assert all(sorted(chain(*x)) == [*range(24)] for x in passes)
+        parts = {str(sorted(map(sorted, x))) for x in [*passes, [[*range(i, i + 6)] for i in (0, 6, 12, 18)]]}
+        assert len(parts) == 4
+
+
+def test_prompts_and_held_out_prompts_are_those_of_their_split_that_fit(seen):
+    """Up to max_prompt_length tokens and not none. Each evaluation has all of them."""
+    trained = [row for call in named(seen[0], "choose_rows") for row in call.result]
+    evaluated = [call.args[4] for call in named(seen[0], "evaluate")]
+    for rows, first in ((trained, "3"), (evaluated[0], "5")):
+        prompts = {row["prompt"] for row in rows}
+        assert len(prompts) == 20 and {x[0] for x in prompts} == {first}
+        assert {len(x.split()) for x in prompts} == {4, 6}
+    assert len(evaluated[0]) == 20 and evaluated == evaluated[:1] * 4
+
+
+def test_each_evaluation_has_the_held_out_reward(seen):
+    lines = read_jsonl(seen[1] / "metrics.jsonl")
+    scores = {line["iteration"]: [x for key, x in line.items() if "eval/score" in key] for line in lines}
+    assert scores == {0: [7.0] * 10, 1: [], 2: [7.0] * 10, 3: [], 4: [7.0] * 10, 5: [7.0] * 10}
+    assert all(line["score"] != 7.0 for line in lines[1:])
+
+
+def test_held_out_rows_without_a_group_are_one_group():
+    args = grpo.Args(device="cpu", batch_size=2, max_response_length=2, eval_samples=2)
+    rows, ones = (
+        [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3,
+        lambda completions, **_: [1.0] * len(completions),
+    )
+    found = grpo.evaluate(args, make_model("llama"), make_tokenizer(), ones, rows)
+    assert found == {"eval/score/all": 1.0, "eval/pass@2/all": 1.0}
+
+
+def test_times_are_those_of_what_they_name(seen):
+    """Sampling without the reward; tokens by sampling, reward and update, and so what is left."""
+    for calls, line in zip(iterations(seen[0]), read_jsonl(seen[1] / "metrics.jsonl")[1:], strict=True):
+        tokens = named(calls, "measure")[0].args[1]["response_mask"].sum().item()
+        assert line["sampling_seconds"] == 1
+        assert line["tokens_per_second"] == pytest.approx(tokens / 1211)
+        [log] = named(calls, "log")
+        assert log.args[4] == 1211 * (5 - line["iteration"])
+
+
+def test_a_sample_is_a_response_to_its_prompt_with_its_raw_score(seen, tokenizer):
+    samples = read_jsonl(seen[1] / "samples.jsonl")
+    assert [sample["iteration"] for sample in samples] == [2, 2, 2, 4, 4, 4]
+    for i in (2, 4):
+        calls = iterations(seen[0])[i - 1]
+        rollout, scored = named(calls, "generate")[0], named(calls, "score")[0]
+        masks = rollout.result["response_mask"]
+        ids = [x[-9:][mask] for x, mask in zip(rollout.result["sequences"], masks)]
+        prompts = tokenizer.batch_decode([x for x in rollout.args[3] for _ in range(2)])
+        all_rows = [*zip(prompts, tokenizer.batch_decode(ids), scored.result.tolist())]
+        found = [(x["prompt"], x["response"], x["score"]) for x in samples if x["iteration"] == i]
+        assert {*found} <= {*all_rows} and len({x[0] for x in found}) == 3
+
+
+def test_a_checkpoint_comes_after_the_lines_of_its_iteration_and_before_the_model(seen):
+    """Else a kill between the two would leave an iteration without a line. log_every and save_every are kept."""
+    order = [[x.name for x in named(calls, "log", "log_samples", *SAVES)] for calls in iterations(seen[0])]
+    assert order == [
+        ["log"],
+        ["log", "log_samples"],
+        ["log", *SAVES],
+        ["log", "log_samples"],
+        ["log", *SAVES],
+    ]
+    assert [call.args[1] for call in named(seen[0], "save_checkpoint")] == [3, 5]
+
+
+def test_local_data_leaves_no_copy_that_could_be_read_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{"prompt": "3 ?"}])
+    assert grpo.read_rows("", str(tmp_path / "data"), "train") == [{"prompt": "3 ?"}]
+    assert not [path for path in tmp_path.rglob("*.arrow")]
+
+
+def test_a_text_may_be_as_long_as_the_model_has_positions(capsys):
+    model = make_model("llama")
+    grpo.check_positions("", model, model.config.max_position_embeddings)
+    with pytest.raises(SystemExit):
+        grpo.check_positions("", model, model.config.max_position_embeddings + 1)
+
+
+def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
+    data = str(write_jsonl(tmp_path / "data.jsonl", [{"prompt": "3 ?"}, {"prompt": "4 ?"}]))
+    assert len(grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), make_tokenizer(), 2)) == 2
+
+
+def test_a_reward_gets_a_column_that_only_some_rows_have_and_can_be_sent_to_processes(tmp_path):
+    (tmp_path / "neighbor.py").write_text("SCORE = 2.0\n")
+    text = "from neighbor import SCORE\n\ndef mine(hint, **_): return [SCORE if x else 0.0 for x in hint]\n"
+    (tmp_path / "my_own_reward.py").write_text(text)
+    reward = grpo.load_reward(grpo.Args(), f"{tmp_path}/my_own_reward.py:mine")
+    assert pickle.loads(pickle.dumps(reward)) is reward
+    rollout = grpo.generate(
+        grpo.Args(max_response_length=2), make_model("llama"), make_tokenizer(), [[3], [4]]
+    )
+    rows = [{"prompt": "3"}, {"prompt": "4", "hint": "4"}]
+    assert grpo.score(reward, make_tokenizer(), rows, rollout).tolist() == [0.0, 2.0]
+
+
+def test_a_file_of_rewards_takes_no_name_away(tmp_path):
+    """It may be called as a module of Python."""
+    (tmp_path / "pickle.py").write_text("def mine(**_): return []\n")
+    grpo.load_reward(grpo.Args(), f"{tmp_path}/pickle.py:mine")
+    assert sys.modules["pickle"] is pickle
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
+def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
+    """The last of a rollout too."""
+    (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [1.0] * 15 + [float('{score}')]\n")
+    said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:f", run_dir=tmp_path / "run")
+    assert f"returned {score} for completion 15" in said
+
+
+def test_an_answer_may_have_spaces_around_it_and_is_otherwise_exact():
+    assert grpo.exact_answer(["answer Yes", "answer 8.0"], answer=["yes", 8]) == [0.0, 0.0]
+    assert grpo.exact_answer(["think answer 8 "], answer=[" 8\n"]) == [1.0]
+
+
+def test_the_end_of_a_call_may_be_a_part_of_a_token(tmp_path):
+    """As in a vocabulary with tokens such as `=)`. In no token: test_tools.py."""
+    run("reinforce_pp_tools", call_end="al", num_iterations=1, run_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_a_critic_needs_a_reward_model_that_knows_all_words_of_the_policy(tmp_path, tokenizer):
+    """It may know more."""
+    toy, more = ROOT / "toy", transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
+    more.add_tokens(["another"])
+    policy = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy")
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model")
+    for name, own in (("same", tokenizer), ("more", more)):
+        save(tmp_path / name, judge, own)
+    for its, known, is_taken in (("same", tokenizer, 1), ("more", tokenizer, 1), ("same", more, 0)):
+        critic = ppo.load_critic(ppo.Args(reward=f"{tmp_path}/{its}", device="cpu"), policy, known)
+        assert bool(critic["head"].weight.any()) == is_taken
+
+
+# The stages
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_a_long_pair_is_cut_at_its_end(name, tmp_path):
+    module, tokenizer, model = importlib.import_module(name), make_tokenizer(), make_model("llama")
+    pair = {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"}
+    data, found = str(write_jsonl(tmp_path / "pairs.jsonl", [pair])), []
+    for length in (100, 7):
+        (row,) = module.load_rows(module.Args(max_length=length), data, "train", model, tokenizer)
+        found.append(row["chosen_ids"])
+    assert len(found[1]) == 7 and found[1] == found[0][:7]
+
+
+def test_an_example_of_max_length_tokens_is_kept(tmp_path):
+    """With its EOS; a longer one is left out."""
+    rows = [{"prompt": "3 ?", "completion": " ".join("1" * n)} for n in (1, 4, 5, 6, 9)]
+    data, tokenizer = str(write_jsonl(tmp_path / "data.jsonl", rows)), make_tokenizer()
+    args = sft.Args(dataset=data, batch_size=1, eval_size=0, max_length=8)
+    found = sft.load_rows(args, make_model("llama"), tokenizer)
+    assert [len(row["input_ids"]) for row in found] == [4, 7, 8]
+
+
+def test_held_out_examples_of_sft_are_the_last_and_not_learned(tmp_path, monkeypatch):
+    rows = read_jsonl(few("sft", 20, tmp_path))
+    learned, evaluated = (recorded(monkeypatch, sft, name) for name in ("choose_rows", "evaluate"))
+    run_stage(
+        sft, dataset=tmp_path / "sft.jsonl", eval_size=4, batch_size=8, num_epochs=2, run_dir=tmp_path / "run"
+    )
+    prompts = [row["prompt"] for row in rows]
+    assert {row["prompt"] for _, found in learned for row in found} == {*prompts[:16]}
+    assert [[row["prompt"] for row in args[-1]] for args, _ in evaluated] == [prompts[16:]] * 2
+    assert {x["prompt"] for x in read_jsonl(tmp_path / "run" / "samples.jsonl")} <= {*prompts[16:]}
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch):
+    module, rows = importlib.import_module(name), read_jsonl(few(name, 24, tmp_path))
+    (tmp_path / "data").mkdir()
+    for split, part in (("train", rows[:16]), ("test", rows[16:])):
+        write_jsonl(tmp_path / "data" / f"{split}.jsonl", part)
+    evaluated = recorded(monkeypatch, module, "evaluate")
+    data = {"dataset": tmp_path / "data", "eval_dataset": tmp_path / "data"}
+    run_stage(module, batch_size=8, num_epochs=1, run_dir=tmp_path / "run", **data)
+    for args, _ in evaluated:
+        [held_out] = [x for x in args if isinstance(x, list)]
+        assert [row["prompt"] for row in held_out] == [row["prompt"] for row in rows[16:]]
+    assert len(evaluated) == 2
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {x["prompt"] for x in samples} <= {row["prompt"] for row in rows[16:]}
+
+
+# bfloat16
+
+
+def half(folder, name, source):
+    """The model of source, saved in bfloat16 as most models of the hub are."""
+    auto = getattr(transformers, f"AutoModelFor{name}")
+    return save(
+        folder, auto.from_pretrained(source).bfloat16(), transformers.AutoTokenizer.from_pretrained(source)
+    )
+
+
+def watched_passes(monkeypatch, module) -> list:
+    """Of each forward pass of a model that a script loads: whether it is under autocast, and the dtype of weights."""
+    passes, load_model = [], module.load_model
+
+    def watch(*args):
+        model, tokenizer = load_model(*args)
+        is_on, of_weights = torch.is_autocast_enabled, lambda part: next(part.parameters()).dtype
+        model.base_model.register_forward_pre_hook(lambda x, _: passes.append((is_on("cpu"), of_weights(x))))
+        return model, tokenizer
+
+    monkeypatch.setattr(module, "load_model", watch)
+    return passes
+
+
+@pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
+def test_all_passes_of_a_run_in_bfloat16_are_under_autocast_and_all_weights_float32(
+    script, tmp_path, monkeypatch
+):
+    """Policy, reference, critic and reward model, also if they were saved in bfloat16. A score keeps its digits."""
+    policy = half(tmp_path / "policy", "CausalLM", ROOT / "toy" / "policy")
+    judge = half(tmp_path / "judge", "SequenceClassification", ROOT / "toy" / "reward_model")
+    passes = watched_passes(monkeypatch, script)
+    scored = recorded(monkeypatch, script, "score")
+    run(
+        script.__name__,
+        model=policy,
+        reward=judge,
+        dtype="bfloat16",
+        run_dir=tmp_path / "run",
+        num_iterations=1,
+    )
+    assert len(passes) > 10 and {*passes} == {(True, torch.float32)}
+    [(_, scores)] = scored
+    assert not torch.equal(scores, scores.bfloat16().float())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
+    assert saved.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", STAGE_DATA)
+def test_a_stage_in_bfloat16_has_float32_weights_and_passes_under_autocast(name, tmp_path, monkeypatch):
+    module = importlib.import_module(name)
+    policy = half(tmp_path / "policy", "CausalLM", ROOT / "toy" / "policy")
+    passes = watched_passes(monkeypatch, module)
+    scores = recorded(monkeypatch, module, "pair_scores") if name == "reward_model" else []
+    data = few(name, 16, tmp_path)
+    flags = {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
+    run_stage(
+        module,
+        model=policy,
+        dataset=data,
+        batch_size=8,
+        num_epochs=1,
+        dtype="bfloat16",
+        run_dir=tmp_path / "run",
+        **flags,
+    )
+    assert len(passes) >= 3 and {*passes} == {(True, torch.float32)}
+    for _, both in scores:
+        x = torch.cat([*both])
+        assert not torch.equal(x, x.bfloat16().float())
+
+
+def test_a_temperature_divides_logits_of_bfloat16_in_float32():
+    logits = torch.randn(50, 30).bfloat16()
+    expected = (logits.float() / 0.7).log_softmax(-1)
+    with grpo.autocast(grpo.Args(dtype="bfloat16", device="cpu")):
+        torch.testing.assert_close(grpo.log_distribution(logits, 0.7), expected, rtol=0, atol=1e-6)

@@ -1,0 +1,233 @@
+"""What a run costs: seeds that count and do not repeat, flags that may change on resume, files that are on the disk."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+from itertools import product
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, read_jsonl, write_jsonl
+from test_safety import start
+from zoo import STAGE_DATA, few, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+
+import grpo
+import reward_model
+
+POLICIES = [
+    "grpo",
+    "grpo_lora",
+    "reinforce_pp_tools",
+]  # the last two have other lines around those of grpo.py
+NAMES = [*POLICIES, *STAGE_DATA]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_seeds_and_iterations_sample_anew_and_a_seed_repeats_itself(name, tmp_path):
+    """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
+    module = importlib.import_module(name)
+    row = read_jsonl(ROOT / module.Args.dataset)[0]
+    data = write_jsonl(tmp_path / "same.jsonl", [row] * 32)
+    flags = {"dataset": data, "eval_dataset": data, "eval_samples": 1, "eval_every": 1, "learning_rate": 0.0}
+    runs = []
+    for seed, folder in ((1, "a"), (2, "b"), (1, "c")):
+        with pytest.MonkeyPatch.context() as patch:
+            calls = recorded(patch, module, "generate")
+            run(name, seed=seed, run_dir=tmp_path / folder, num_iterations=3, **flags)
+        draws = [str(rollout["sequences"].tolist()) for _, rollout in calls]
+        training = [x for (args, _), x in zip(calls, draws) if len(args) == 5]
+        runs.append((training, [x for x in draws if x not in training]))
+    assert runs[0] == runs[2]
+    assert len({*runs[0][0], *runs[1][0]}) == 6
+    # Held-out responses are drawn alike in each evaluation of a run, so that two evaluations compare.
+    for _, held_out in runs:
+        assert held_out[:2] * 4 == held_out and held_out[0] != held_out[1]
+    assert not {*runs[0][1]} & {*runs[1][1]}
+
+
+def test_no_two_epochs_of_two_seeds_have_the_same_order():
+    orders = set()
+    for seed, epoch in product(range(4), range(4)):
+        rows = [grpo.choose_rows(grpo.Args(seed=seed), [*range(12)], 4, 3 * epoch + i) for i in (1, 2, 3)]
+        orders.add(str(rows))
+    assert len(orders) == 16
+
+
+@pytest.mark.parametrize("name", STAGE_DATA)
+def test_the_orders_of_a_stage_depend_on_seed_and_epoch(name, tmp_path, monkeypatch):
+    module, data, orders = importlib.import_module(name), few(name, 16, tmp_path), []
+    calls = recorded(monkeypatch, module, "choose_rows")
+    flags = {"dataset": data, "batch_size": 8, "num_epochs": 2, "learning_rate": 0.0}
+    flags |= {"eval_size": 0} if name == "sft" else {"eval_every": 0}
+    for seed, folder in ((1, "a"), (2, "b"), (1, "c")):
+        calls.clear()
+        run_stage(module, seed=seed, run_dir=tmp_path / folder, **flags)
+        rows = [str(rows) for _, rows in calls]
+        orders.append([str(rows[:2]), str(rows[2:])])
+    assert orders[0] == orders[2] and len({*orders[0], *orders[1]}) == 4
+
+
+def test_a_new_head_of_a_reward_model_follows_from_the_seed(tmp_path):
+    folder = save(tmp_path, make_model("llama"), make_tokenizer())
+    args = [reward_model.Args(model=folder, seed=seed, device="cpu") for seed in (1, 2, 1)]
+    one, two, again = (reward_model.load_model(x)[0].score.weight for x in args)
+    assert torch.equal(one, again) and not torch.equal(one, two)
+    assert 0.5 < one.std().item() * (one.numel() + 1) < 2  # scores start near 0
+
+
+def test_a_reward_model_that_is_trained_on_keeps_its_head():
+    folder = ROOT / "toy" / "reward_model"
+    model, _ = reward_model.load_model(reward_model.Args(model=str(folder), device="cpu"))
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(model.score.weight, saved.score.weight)
+
+
+def test_a_rank_beyond_the_world_is_refused(monkeypatch, capsys):
+    """As when one variable of torchrun is set by hand."""
+    monkeypatch.setattr(grpo, "RANK", 1)
+    monkeypatch.setattr(grpo.time, "sleep", lambda _: None)
+    assert "RANK=1 does not fit WORLD_SIZE=1" in refused(capsys, grpo.start_ranks, grpo.Args(device="cpu"))
+
+
+# What a user may change in a run that has begun. Another value of anything else would be another experiment.
+FREE = {"run_dir", "eval_every", "log_every", "save_every", "track"}
+FREE |= {"num_iterations", "num_epochs", "micro_batch_size", "gradient_checkpointing"}
+
+
+def other(x):
+    """Another value of a flag."""
+    return not x if isinstance(x, bool) else f"{x}-other" if isinstance(x, str | None) else 2 * x + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_flags_a_run_that_has_begun_refuses_to_change(name, tmp_path, capsys):
+    """Each flag, the number of ranks, and the script. What may change is written down."""
+    module, layer = importlib.import_module(name), torch.nn.Linear(2, 2)
+    state, path = {"policy": layer, "model": layer}, tmp_path / "args.json"
+    flags = {"run_dir": str(tmp_path), "max_grad_norm": 1.0, "device": "cpu"}
+    first = module.Args(**flags | ({"reward_clip": 9.0} if name in POLICIES else {"anneal_lr": False}))
+
+    def begin(args):
+        return module.open_run(args, state, [])
+
+    begin(first)
+    write_jsonl(tmp_path / "metrics.jsonl", [{"iteration": 1, "score": 1.0}])
+    module.save_checkpoint(tmp_path, 1, state)
+    may_change = set()
+    for field in dataclasses.fields(first):
+        changed = dataclasses.replace(first, **{field.name: other(getattr(first, field.name))})
+        if field.name in FREE - {"run_dir"}:
+            may_change.add(field.name)
+            begin(changed)
+            begin(first)
+        elif field.name != "run_dir":
+            assert field.name in refused(capsys, begin, changed)
+    assert len(may_change) >= 5
+    old = path.read_text()
+    for key, value in (("ranks", 2), ("script", "other")):
+        path.write_text(json.dumps(json.loads(old) | {key: value}))
+        assert "other" in refused(capsys, begin, first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_folder_is_named_after_script_seed_and_time(name, tmp_path, monkeypatch):
+    """So that the seeds of a loop over seeds, started in one second, do not meet in one folder."""
+    monkeypatch.chdir(tmp_path)
+    module, layer = importlib.import_module(name), torch.nn.Linear(2, 2)
+    module.open_run(module.Args(seed=7, device="cpu"), {"policy": layer, "model": layer}, [])
+    [folder] = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(rf"{name}__7__\d{{8}}-\d{{6}}", folder.name)
+
+
+def test_a_resumed_run_remembers_its_last_flags_and_its_first_script(tmp_path):
+    layer, script = torch.nn.Linear(2, 2), tmp_path / "grpo.py"
+    for every in (7, 9):
+        grpo.open_run(grpo.Args(run_dir=str(tmp_path), eval_every=every), {"policy": layer}, [])
+        assert json.loads((tmp_path / "args.json").read_text())["eval_every"] == every
+        grpo.save_checkpoint(tmp_path, 1, {"policy": layer})
+        if every == 7:
+            script.write_text("# an older version\n")
+    assert script.read_text() == "# an older version\n"
+
+
+def test_a_file_of_a_run_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    """Or a power cut could leave a checkpoint of zeros. A log has each line at once."""
+    done = []
+    for name in ("fsync", "replace"):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *x, f=function, name=name: done.append(name) or f(*x))
+    grpo.save_checkpoint(tmp_path, 1, {"policy": torch.nn.Linear(2, 2)})
+    assert done == ["fsync", "replace"]
+    grpo.append(tmp_path / "metrics.jsonl", {"iteration": 1})
+    assert done[2:] == ["fsync"] and [x.name for x in tmp_path.glob("*.tmp")] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_rank_0_writes(name, tmp_path, monkeypatch):
+    """The second of two ranks, whose sums are those of two equal ones, trains and leaves no file."""
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "RANK", 1)
+    monkeypatch.setattr(module, "WORLD_SIZE", 2)
+    monkeypatch.setattr(module, "all_sum", lambda x: x.mul_(2))
+    waits, sdps, sdp = [], [], torch.backends.cuda.enable_cudnn_sdp
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout: waits.append(timeout))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda x: sdps.append(x) or sdp(x))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    steps, folder, data = (
+        recorded(monkeypatch, module, "optimizer_step"),
+        tmp_path / "run",
+        few(name, 16, tmp_path),
+    )
+    if name in POLICIES:
+        held_out = write_jsonl(tmp_path / "heldout.jsonl", read_jsonl(ROOT / module.Args.dataset)[:8])
+        flags = {
+            "num_iterations": 1,
+            "eval_every": 1,
+            "log_every": 1,
+            "eval_dataset": held_out,
+            "track": True,
+        }
+        run(name, run_dir=folder, **flags)
+    else:
+        flags = {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
+        run_stage(module, dataset=data, batch_size=8, num_epochs=1, run_dir=folder, **flags)
+    assert steps and not folder.exists()
+    # A reward may take an hour. cuDNN's bfloat16 attention is wrong on some GPUs.
+    assert waits[0].total_seconds() >= 3600 and sdps == [False]
+
+
+def test_a_score_that_is_always_the_same_moves_no_weight(tmp_path):
+    """With no KL the gradient is 0, and AdamW has no weight decay."""
+    (tmp_path / "mine.py").write_text("def same(completions, **_): return [1.0] * len(completions)\n")
+    run("grpo", reward=f"{tmp_path}/mine.py:same", kl_coef=0.0, run_dir=tmp_path / "run", num_iterations=1)
+    auto = transformers.AutoModelForCausalLM
+    models = [
+        auto.from_pretrained(x).state_dict() for x in (ROOT / "toy" / "policy", tmp_path / "run" / "model")
+    ]
+    torch.testing.assert_close(*models, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adamw_is_that_of_torch_without_weight_decay(name, tmp_path, monkeypatch):
+    module = importlib.import_module(name)
+    steps, usual = (
+        recorded(monkeypatch, module, "optimizer_step"),
+        torch.optim.AdamW([torch.zeros(1)]).defaults,
+    )
+    start(name, tmp_path, **({} if name in STAGE_DATA else {"model": module.Args.model}))
+    for (_, _, optimizer, _), _ in steps:
+        assert optimizer.defaults == usual | {"weight_decay": 0.0, "fused": True}
+    assert steps
+
+
+def test_what_ranks_groups_and_minibatches_must_divide(monkeypatch, capsys):
+    """Each rank needs whole groups and whole minibatches: 2 ranks, k = 4 and 8 minibatches need 16."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    flags = {"samples_per_prompt": 4, "num_minibatches": 8}
+    for size in (8, 24):
+        said = refused(capsys, grpo.check_args, grpo.Args(batch_size=size, **flags))
+        assert f"--batch_size {size}: " in said and "multiple of 16" in said
+    grpo.check_args(grpo.Args(batch_size=16, **flags))
