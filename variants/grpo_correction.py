@@ -57,7 +57,7 @@ RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # A rollout is a dict of tensors. Each has B = batch_size / WORLD_SIZE rows, one per response of this rank.
-# P is the length of the longest prompt, T = max_response_length; b is the number of rows in a forward pass.
+# P is the length of the longest prompt, T = max_response_length. A micro-batch has b rows and is trimmed.
 #   name            shape     written by          meaning
 #   sequences       (B, P+T)  generate            token ids: the prompt, padded on the left, and the response
 #   attention_mask  (B, P+T)  generate            1 on prompt and response, 0 on padding
@@ -71,7 +71,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 #   sampler_logprobs (B, T)   main, step 3        log mu of each token, which generate calls old_logprobs
 #   kl              (B, T)    main, step 3        old_logprobs - ref_logprobs
 #   weights         (B, T)    correction_weights  w of each token
-#   advantages      (B, T)    compute_advantages
+#   advantages      (B, T)    compute_advantages  how much more likely each token should become
 # Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
 
 
@@ -112,7 +112,7 @@ class Args:  # the comment after a flag becomes its --help text
     gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
-    eval_samples: int = 0  # n > 0: sample n responses per held-out prompt, for pass@n too; 0: a greedy one
+    eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@n; 0: a greedy one
     eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
     log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
     save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
@@ -138,7 +138,7 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Return the clipped objective with a k3 penalty (Eq. 3, 4): the mean over tokens, then over responses.
+    """Return the clipped loss with a k3 penalty (Eq. 3, 4), the mean over tokens, then responses; and stats.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
@@ -174,16 +174,13 @@ def main(args):
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
     if args.dataset == Args.dataset:  # the toy has held-out prompts
         args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
-    eval_dataset = []
-    if args.eval_dataset and args.eval_every:
-        eval_dataset = load_rows(args, args.eval_dataset, "test", policy, tokenizer)
+    heldout = args.eval_every and args.eval_dataset
+    eval_dataset = load_rows(args, heldout, "test", policy, tokenizer) if heldout else []
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
-    if start >= args.num_iterations:  # complete, but a kill may have come between checkpoint and model
-        save_model(run_dir, policy, tokenizer)
     if eval_dataset and start == 0:
         metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
         log(args, run_dir, 0, metrics)
@@ -203,13 +200,14 @@ def main(args):
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
 
-        # 3. Compare with the reference: the mean of kl over responses estimates KL(pi_old || pi_ref)
+        # 3. Compare with the reference: kl, summed over a response, estimates KL(pi_old || pi_ref)
         # log pi_old is that of the training code, because what the sampler returned is log mu.
         rollout["sampler_logprobs"] = rollout["old_logprobs"]
         rollout["old_logprobs"] = rollout_logprobs(args, policy, rollout)
-        rollout["ref_logprobs"] = rollout["old_logprobs"]  # (B, T); without a reference, kl is 0
-        if reference is not None:
-            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)
+        if reference is None:
+            rollout["ref_logprobs"] = rollout["old_logprobs"]  # so that kl is 0
+        else:
+            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)  # (B, T)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
 
         # 4. Compute advantages: which tokens to make more or less likely, and by how much
@@ -236,7 +234,9 @@ def main(args):
             save_checkpoint(run_dir, iteration, state)
             save_model(run_dir, policy, tokenizer)
 
-    say_result(run_dir, "score", f"--num_iterations {2 * args.num_iterations}")
+    if start >= args.num_iterations:  # the run was complete, but a kill may have come before its last model
+        save_model(run_dir, policy, tokenizer)
+    say_result(run_dir, "score", longer=f"--num_iterations {2 * args.num_iterations}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -370,7 +370,7 @@ def autocast(args):
 
 def log_distribution(logits, temperature):
     """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 or more
+    # In float32 at least
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1)
 
@@ -558,8 +558,8 @@ def check_args(args):
     """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
     k = args.samples_per_prompt
     least = args.min_samples_per_prompt
-    reason = f"this method compares the responses to one prompt, so it needs {least} or more"
-    check(k >= least, f"--samples_per_prompt {k}: {reason}. For one response per prompt, use reinforce.py.")
+    reason = ", because it compares the responses to one prompt; reinforce.py does not" if least > 1 else ""
+    check(k >= least, f"--samples_per_prompt {k}: this method needs {least} or more{reason}.")
     names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
         hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
@@ -634,10 +634,9 @@ def check_sampling(args, flag, model):
     difference = (log_distribution(sampled, 1.0) - log_distribution(alone, 1.0)).abs().mean()
     limit = 0.05 if args.dtype == "float32" else 0.1
     reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
-    is_right = (
-        difference < limit and model.config.model_type != "recurrent_gemma"
-    )  # keeps its state elsewhere
-    check(is_right, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
+    check(difference < limit, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
+    is_known = model.config.model_type == "recurrent_gemma"
+    check(not is_known, f"{flag}: keeps a state outside its cache. Use a decoder that does not.")
 
 
 def token_ids(tokenizer, prompt, **options):
@@ -655,6 +654,7 @@ def token_ids(tokenizer, prompt, **options):
 def turn_end(tokenizer):
     """Return the token ids that a chat template writes after an assistant's message."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    # token_ids leaves the last message open.
     return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
 
 
