@@ -258,7 +258,7 @@ def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
     check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
     is_usable = args.device == "cpu" or torch.accelerator.is_available()
-    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
     check(
@@ -306,7 +306,9 @@ def load_model(args, name, auto_class):
         )
     except OSError as error:
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository, and give a reward as file.py:function."
+        hint = "Start scripts from the top folder of the repository."
+        if is_judge:
+            hint = "Use exact_answer, file.py:function, or a reward model."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
@@ -373,7 +375,8 @@ def read_rows(flag, name, split):
         try:
             return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
         except OSError as error:
-            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
+            reason = "convert it to .jsonl" if Path(name).is_file() else error
+            check(False, f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason}).")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -400,6 +403,7 @@ def load_rows(args, policy, tokenizer):
         prompt, completion = split_chat(args, where, tokenizer, prompt, completion)
         check(isinstance(prompt, str | list) and prompt and isinstance(completion, str) and completion, needs)
         options = {"tools": row.get("tools")} | (row.get("chat_template_kwargs") or {})
+        options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
         example = encode(tokenizer, prompt, completion, **options)
         examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
     # A prompt without tokens would leave nothing to predict the first token from.
@@ -448,6 +452,9 @@ def check_prompt(args, where, tokenizer, prompt):
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer text would change all positions of its batch
+        limit = rope["original_max_position_embeddings"]
     excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
     check(num_tokens <= limit, f"{what} there are {excess}")
 
@@ -505,6 +512,8 @@ def check_folder(run_dir, flags):
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
+    has_script = flags["script"] == old.get("script")
+    check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
@@ -553,7 +562,7 @@ def append(path, record):
 
 
 COLUMNS = ["loss", "grad_norm", "learning_rate", "tokens_per_second"]
-HEADER = " iter      loss grad norm  learning  tokens/s      left"
+HEADER = " iter      loss grad norm        lr  tokens/s      left"
 
 
 def log(args, run_dir, iteration, metrics, left=0.0):
@@ -621,7 +630,8 @@ Complete: {len(x)} iterations. Mean {metric} {reached}.
 def print_help():
     """Print the flags that Args declares: first those of the method, then the others under their comments."""
     others, _, method = inspect.getsource(Args).partition("    # The method:")
-    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"usage: python {sys.argv[0]} [--flag value] [--switch] [--no_switch] ...\n")
+    print(__doc__.splitlines()[0])
     print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
     if method:
         print("\nThe method")

@@ -85,7 +85,7 @@ class Args:  # the comment after a flag becomes its --help text
     # Model and data
     model: str = "toy/hinted"  # starting policy, which must be able to use a demonstration: folder or Hub id
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
-    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives scores per group
+    eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
@@ -237,7 +237,7 @@ def main(args):
 
     if start >= args.num_iterations:  # the run was complete, but a kill may have come before its last model
         save_model(run_dir, policy, tokenizer)
-    say_result(run_dir, "score", longer=f"--num_iterations {2 * args.num_iterations}")
+    say_result(run_dir, "score", longer=f"--num_iterations {2 * max(start, args.num_iterations)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -518,7 +518,7 @@ def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
     check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
     is_usable = args.device == "cpu" or torch.accelerator.is_available()
-    remedy = "Install the build for your GPU and driver, or use --device cpu."
+    remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
     check(
@@ -548,7 +548,8 @@ def check_args(args):
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
         hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
         check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
-    for name in ("learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"):
+    names = ["learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"]
+    for name in [*names, "warmup_iterations", "num_iterations"]:
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
@@ -576,7 +577,9 @@ def load_model(args, name, auto_class):
         )
     except OSError as error:
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository, and give a reward as file.py:function."
+        hint = "Start scripts from the top folder of the repository."
+        if is_judge:
+            hint = "Use exact_answer, file.py:function, or a reward model."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
@@ -660,7 +663,8 @@ def read_rows(flag, name, split):
         try:
             return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
         except OSError as error:
-            check(False, f"{flag}: no such folder in {os.getcwd()}, and not loaded from the Hub. ({error})")
+            reason = "convert it to .jsonl" if Path(name).is_file() else error
+            check(False, f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason}).")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -684,6 +688,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         taken = {*row} & {"prompts", "completions", "truncated"}
         check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
         options = row.get("chat_template_kwargs") or {}
+        options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
     names = dict.fromkeys(sorted(set().union(*rows)))
     rows = [names | row for row in rows]  # so that each rollout has all columns
@@ -715,6 +720,9 @@ def check_prompt(args, where, tokenizer, prompt):
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer text would change all positions of its batch
+        limit = rope["original_max_position_embeddings"]
     excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
     check(num_tokens <= limit, f"{what} there are {excess}")
 
@@ -809,9 +817,7 @@ def score(reward, tokenizer, rows, rollout):
             **columns,
         )
     except TypeError as error:
-        error.add_note(
-            "A reward is called with prompts, completions, truncated and all columns: add **columns."
-        )
+        error.add_note("A reward is called with prompts, completions (strings), truncated and all columns.")
         raise
     what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
     remedy = f"Return one number for each of the {len(rows)} completions."
@@ -901,6 +907,8 @@ def check_folder(run_dir, flags):
     if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
         return  # nothing has been trained yet, so any flag may change
     old = json.loads(path.read_text())
+    has_script = flags["script"] == old.get("script")
+    check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
     free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
@@ -1003,7 +1011,8 @@ Complete: {len(x)} iterations. Mean {metric} {reached}.
 def print_help():
     """Print the flags that Args declares: first those of the method, then the others under their comments."""
     others, _, method = inspect.getsource(Args).partition("    # The method:")
-    print(f"usage: python {sys.argv[0]} [--flag value ...]\n\n{__doc__.splitlines()[0]}")
+    print(f"usage: python {sys.argv[0]} [--flag value] [--switch] [--no_switch] ...\n")
+    print(__doc__.splitlines()[0])
     print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
     if method:
         print("\nThe method")

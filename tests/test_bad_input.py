@@ -166,7 +166,7 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
         said = refused(capsys, run, "grpo", **flags | {name: value})
         assert f"--run_dir {tmp_path / 'run'} contains a run with other flags: {name} " in said
         assert f"(now {value})" in said
-    assert "script grpo (now rloo)" in refused(capsys, run, "rloo", **flags)
+    assert "contains a run of grpo.py. Use a new folder." in refused(capsys, run, "rloo", **flags)
     assert before == {path: path.read_bytes() for path in before}
 
 

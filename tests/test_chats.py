@@ -6,7 +6,7 @@ The right ids are written by hand, as a template of zoo.py writes a chat, and to
 import pytest
 import tokenizers
 from conftest import write_jsonl
-from zoo import CHAT, make_model, make_tokenizer
+from zoo import CHAT, make_model, make_tokenizer, refused
 
 import grpo
 
@@ -102,3 +102,21 @@ def test_the_special_token_that_ends_a_turn_ends_a_response(end, right, configur
     assert grpo.eos_ids(model, tokenizer) == right
     tokenizer.chat_template = None
     assert grpo.eos_ids(model, tokenizer) == ([1, 7] if isinstance(configured, list) else [1])
+
+
+def test_an_option_that_parquet_has_filled_in_is_not_given_to_the_template(tmp_path):
+    """A row without enable_thinking, beside one with it, is not a row that sets it."""
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{% if enable_thinking is defined %}- {% endif %}" + CHAT
+    rows = [{"prompt": [USER], "answer": "8", "chat_template_kwargs": {"enable_thinking": None}}]
+    data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    (row,) = grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), tokenizer)
+    assert row["prompt_ids"] == ids_of(f"<bos> <user> {PROMPT} <end> <model>")
+
+
+def test_a_text_beyond_the_first_positions_of_longrope_is_refused(capsys):
+    """There the factors of all positions change, so a short text beside a long one has other log-probs."""
+    model = make_model("llama")
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 8}
+    grpo.check_positions("a text:", model, 8)
+    assert "the model has 8 positions" in refused(capsys, grpo.check_positions, "a text:", model, 9)

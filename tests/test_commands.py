@@ -113,7 +113,7 @@ CHANGED = {
     "grpo_vllm": 41,
     "flash_reinforce_async": 16,
 }
-CHANGED |= {"reinforce_pp_process": 19, "reinforce_pp_tools": 13}
+CHANGED |= {"reinforce_pp_process": 17, "reinforce_pp_tools": 13}
 
 
 @pytest.mark.parametrize("name", sync.features().values())
