@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean as mean
 from statistics import median
 from typing import Literal
 
 import common
 import exact
 import explain
+import grid
 import learn
 import matplotlib.pyplot as plt
 import torch
@@ -287,12 +289,41 @@ def draw_question(number: int):
     return figure
 
 
+def draw_grid(rows: list[dict] | None = None):
+    """The mean score of each advantage with each loss, and how far it is from the mean at its learning rate."""
+    rows = load("grid") if rows is None else rows
+    figure, axes = plt.subplots(1, len(grid.RATES), figsize=(WIDTH, 2.5), sharey=True)
+    for axis, rate in zip(axes, grid.RATES):
+        cells = {
+            (y, x): mean(found)
+            for y, advantage in enumerate(grid.ADVANTAGES)
+            for x, loss in enumerate(grid.LOSSES)
+            if (found := grid.means(rows, learning_rate=rate, advantage=advantage, loss=loss))
+        }
+        middle = mean(cells.values())
+        for (y, x), score in cells.items():
+            color = MOVES(0.5 + 4 * (score - middle))
+            axis.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor=GREY, lw=0.5))
+            axis.text(x, y, f"{score:.2f}", ha="center", va="center", fontsize=8, color="black")
+        axis.set(xlim=(-0.5, len(grid.LOSSES) - 0.5), ylim=(len(grid.ADVANTAGES) - 0.5, -0.5))
+        axis.set_title(f"learning rate {rate:g}")
+        names = [name.replace(" ", "\n", 1) for name in grid.LOSSES.values()]
+        axis.set_xticks(range(len(names)), names, fontsize=8)
+        axis.tick_params(length=0)
+        axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
+    names = [name.replace("pp_", "pp_\n") for name in grid.ADVANTAGES]
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    return figure
+
+
 PICTURES: dict[str, Callable] = {
     "learn_push": partial(draw_group, "reinforce"),
     "learn_baseline": draw_baseline,
     "learn_std": partial(draw_weights, {"grpo": STD}, (8,)),
     "learn_length": partial(draw_group, "flash_reinforce"),
     "learn_clip": draw_clip,
+    "learn_grid": draw_grid,
     "exact_weights": partial(draw_weights, {"grpo": STD, "maxrl": MEAN}, (4, 16, 64)),
     "exact_length": draw_lengths,
     "exact_kl": lambda: draw_kl(load("exact_kl")),
