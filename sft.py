@@ -245,10 +245,9 @@ def check(condition, message):
     """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
         is_later = RANK > 0
-        if (
-            dist.is_initialized()
-        ):  # the first rank that fails speaks; PyTorch has no public name for this store
-            is_later = dist.distributed_c10d._get_default_store().add("error", 1) > 1
+        if dist.is_initialized():  # the first rank that fails speaks
+            store = dist.distributed_c10d._get_default_store()  # PyTorch has no public name for it
+            is_later = store.add("error", 1) > 1
         time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
@@ -261,9 +260,8 @@ def start_ranks(args):
     remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(
-        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
-    )
+    is_right = args.dtype == "float32" or "mps" not in args.device
+    check(is_right, "--dtype bfloat16: on mps use --dtype float32.")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # No bars and reports about weights; load_model checks what the reports say.
@@ -617,11 +615,9 @@ def say_result(run_dir, metric, longer):
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
-        reached = (
-            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
-        )
+        began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} {reached}.
+Complete: {len(x)} iterations. Mean {metric} {began}{last:.3g}.
   model       {folder}/model, which from_pretrained opens
   check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")

@@ -485,10 +485,9 @@ def check(condition, message):
     """If the condition is false, print the message, on one rank, and exit with code 2."""
     if not condition:
         is_later = RANK > 0
-        if (
-            dist.is_initialized()
-        ):  # the first rank that fails speaks; PyTorch has no public name for this store
-            is_later = dist.distributed_c10d._get_default_store().add("error", 1) > 1
+        if dist.is_initialized():  # the first rank that fails speaks
+            store = dist.distributed_c10d._get_default_store()  # PyTorch has no public name for it
+            is_later = store.add("error", 1) > 1
         time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
@@ -501,9 +500,8 @@ def start_ranks(args):
     remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
-    check(
-        args.dtype == "float32" or "mps" not in args.device, "--dtype bfloat16: on mps use --dtype float32."
-    )
+    is_right = args.dtype == "float32" or "mps" not in args.device
+    check(is_right, "--dtype bfloat16: on mps use --dtype float32.")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # No bars and reports about weights; load_model checks what the reports say.
@@ -591,9 +589,8 @@ def check_sampling(args, flag, model):
     cache = Cache(config=model.config)
     swap = torch.tensor([1, 0], device=model.device)
     with autocast(args):
-        model(
-            **model_inputs(input_ids[:, :-1], attention_mask[:, :-1]), past_key_values=cache, use_cache=True
-        )
+        inputs = model_inputs(input_ids[:, :-1], attention_mask[:, :-1])
+        model(**inputs, past_key_values=cache, use_cache=True)
         cache.reorder_cache(swap)
         inputs = model_inputs(input_ids[swap, -1:], attention_mask[swap])
         sampled = model(**inputs, past_key_values=cache, use_cache=True).logits[0, -1]
@@ -723,9 +720,8 @@ def load_reward(args, name, rows=()):
         return load_function(name)
     model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
     is_decoder = hasattr(model, "score") and model.config.num_labels == 1
-    check(
-        is_decoder, f"--reward {name}: is no decoder with a head for one score, as reward_model.py makes it."
-    )
+    reason = "is no decoder with a head for one score, as reward_model.py makes it."
+    check(is_decoder, f"--reward {name}: {reason}")
 
     def text_ids(prompt, completion, is_truncated):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
@@ -810,9 +806,8 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
         rows = all_rows[first : first + size]
         torch.manual_seed(args.seed + first)  # main seeds each iteration, so training does not depend on it
-        rollout = generate(
-            args, policy, tokenizer, [row["prompt_ids"] for row in rows], greedy=not args.eval_samples
-        )
+        prompts = [row["prompt_ids"] for row in rows]
+        rollout = generate(args, policy, tokenizer, prompts, greedy=not args.eval_samples)
         scores[first : first + size] = score(reward, tokenizer, rows, rollout)
     groups = defaultdict(list)
     for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
@@ -967,11 +962,9 @@ def say_result(run_dir, metric, longer):
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
-        reached = (
-            f"of the first 10: {first:.3g}, of the last 10: {last:.3g}" if len(x) > 10 else f"{last:.3g}"
-        )
+        began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
         say(f"""
-Complete: {len(x)} iterations. Mean {metric} {reached}.
+Complete: {len(x)} iterations. Mean {metric} {began}{last:.3g}.
   model       {folder}/model, which from_pretrained opens
   check       python tools/{tool}.py {folder}
   longer      the same command with --run_dir {folder} {longer}""")
@@ -1004,6 +997,5 @@ if __name__ == "__main__":
             raise
         sys.exit(1)  # the connection to a rank that has said why it ends
     except SystemExit as end:  # with exit code 0 it would look like a complete run
-        sys.exit(
-            end.code or "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
-        )
+        message = "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
+        sys.exit(end.code or message)

@@ -101,9 +101,14 @@ def divides_by_a_std(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in POLICY_SCRIPTS if divides_by_a_std(name)])
 def test_equal_scores_in_float32(name):
-    """The mean of k equal floats may be off by a rounding. Divided by a std of that size alone it would be 0.95."""
-    for k, score in product(ks_of(name), (0.1, 1 / 3, -0.7)):
-        scores = torch.cat([torch.full((k,), score), torch.arange(k) % 2.0])
+    """The mean of k equal floats may be off by a rounding. Divided by a std of that size alone it would be 0.95.
+
+    A batch of equal scores must not be normalized once more to a std of 1, either.
+    """
+    for k, score, is_batch in product(ks_of(name), (0.1, 1 / 3, -0.7, 0.9), (False, True)):
+        scores = torch.full((2 * k,), score)
+        if not is_batch:
+            scores[k:] = torch.arange(k) % 2.0
         mask = torch.ones(2 * k, 3, dtype=torch.bool)
         rollout = {"scores": scores, "response_mask": mask} | dict.fromkeys(references.EXTRA, mask.float())
         result = MODULES[name].compute_advantages(make_args(name, samples_per_prompt=k), rollout)

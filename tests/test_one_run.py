@@ -43,7 +43,7 @@ SAVES = ["save_checkpoint", "save_model"]
 def seen(tmp_path_factory):
     """The calls of a run, in order, as (name, arguments, result, began, ended), and its folder.
 
-    The clock stands still but for the seconds that SECONDS gives to a call. Dataset and eval_dataset are two splits of
+    The clock only moves by the seconds that SECONDS gives to a call. Dataset and eval_dataset are two splits of
     one folder. Its prompts have up to 8 tokens, and one has none.
     """
     folder, calls, clock = tmp_path_factory.mktemp("one"), [], [0.0]

@@ -110,7 +110,7 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
         (found,) = script.load_rows(script.Args(), data, "train", model, tokenizer)
         ids, start = found["chosen_ids"], found.get("prompt_length", len(prompt.split()))
     assert tokenizer.decode(ids[:start]) == prompt
-    if script is reward_model:  # as load_reward: what the template writes, also if sampling goes on after it
+    if script is reward_model:  # as load_reward: what the template writes, though sampling may not stop there
         learned = learned.replace("- <eos>", "-")
     assert tokenizer.decode(ids[start:]) == learned
 

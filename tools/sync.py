@@ -34,7 +34,7 @@ STAGES = ["sft", "reward_model", "dpo"]
 # A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
 VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines of code that a script may have beyond grpo.py's skeleton
-INSERTS = {"distill": 5, "gdpo": 6, "gkd": 11, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
+INSERTS = {"distill": 5, "gdpo": 6, "gkd": 15, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses of their own",

@@ -92,7 +92,7 @@ def print_map() -> None:
         losses[code_of(name, "policy_loss")].append(name)
     shared = [names for names in losses.values() if len(names) > 1]
     columns = [*shared, [name for names in losses.values() if len(names) == 1 for name in names]]
-    heads = [*(f"loss of `{names[0]}`" for names in shared), "a loss of its own"]
+    heads = [*(f"loss of `{names[0]}`" for names in shared), "its own loss"]
     print(f"\n| advantage of | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for names in sorted(rows.values(), key=lambda row: [row[0] not in column for column in columns]):
         cells = [" ".join(f"[`{x}`](#{x})" for x in names if x in column) for column in columns]
