@@ -235,10 +235,12 @@ def measure_kl(run_dir, vocabulary: int, depth: int, way: str, term: str, count:
     return {"cosine": short(cosines, 3), "noise": short(noises, 3)}
 
 
-def kl_of_terms(rows: list[dict]) -> dict[str, tuple]:
+def kl_of_terms() -> dict[str, tuple]:
     """For each term, over the families at each of KLS: cosines, and noise relative to k2 in the loss."""
     found = {term: ([], []) for term in TERMS}
-    for family in group_by(rows, lambda row: (row["vocabulary"], row["depth"], row["way"])).values():
+    for family in group_by(
+        load("exact_kl"), lambda row: (row["vocabulary"], row["depth"], row["way"])
+    ).values():
         of = {row["term"]: row for row in family}
         for term, (cosines, noises) in found.items():
             cosines.append(of[term]["cosine"])
@@ -248,7 +250,7 @@ def kl_of_terms(rows: list[dict]) -> dict[str, tuple]:
 
 def print_kl() -> None:
     """Print the median of the families of policies, and how far the worst one is off."""
-    kls, terms, lines = (0.01, 0.03, 0.1, 0.3), kl_of_terms(load("exact_kl")), []
+    kls, terms, lines = (0.01, 0.03, 0.1, 0.3), kl_of_terms(), []
     for term in ("k2 in the loss", "k3 in the loss"):
         at = [terms[term][0][KLS.index(kl)] for kl in kls]
         lines.append([f"{term[:2]}: cosine (lowest)", *(f"{median(x):.2f} ({min(x):.2f})" for x in at)])

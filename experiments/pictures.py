@@ -214,10 +214,10 @@ def draw_lengths(pace: float = 0.1):
     return figure
 
 
-def draw_kl(rows: list[dict]):
+def draw_kl():
     """Cosine and noise of each KL term: the median of the families of policies, and their range."""
     figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 4.6), sharex=True)
-    for (term, pair), color in zip(exact.kl_of_terms(rows).items(), (GREEN, GREY, PINK)):
+    for (term, pair), color in zip(exact.kl_of_terms().items(), (GREEN, GREY, PINK)):
         for axis, values in zip(axes, pair):
             axis.plot(exact.KLS, [median(x) for x in values], color=color, label=term, lw=2)
             low, high = ([f(x) for x in values] for f in (min, max))
@@ -326,7 +326,7 @@ PICTURES: dict[str, Callable] = {
     "learn_grid": draw_grid,
     "exact_weights": partial(draw_weights, {"grpo": STD, "maxrl": MEAN}, (4, 16, 64)),
     "exact_length": draw_lengths,
-    "exact_kl": lambda: draw_kl(load("exact_kl")),
+    "exact_kl": draw_kl,
     "hacking": draw_hacking,
     "metrics": draw_metrics,
     **{f"bugs/{number}": partial(draw_question, number) for number in QUESTIONS},

@@ -24,7 +24,6 @@ CHAINS = ("greedy 2-5", "greedy 6", "greedy 8")  # held-out chains by their leng
 class Experiment:
     runs: list[tuple]  # script and flags
     seeds: int
-    keys: list[str]  # metrics whose curves the columns read, besides the evaluations
     columns: dict[str, Callable]  # by its head, the number of a run, which a row keeps
     shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
     line: Callable = label  # runs for which this gives the same text share a line
@@ -55,7 +54,6 @@ EXPERIMENTS = {}
 EXPERIMENTS["toy_seeds"] = Experiment(
     [*((script, {}) for script in POLICY_SCRIPTS), ("raft", {"num_iterations": 160})],
     seeds=5,
-    keys=["score", "kl", "response_length", "entropy"],
     columns=last(10, "score") | final(*CHAINS),
 )
 
@@ -65,7 +63,6 @@ WITH_KL = sorted(script for script in POLICY_SCRIPTS if "kl_coef" in defaults(sc
 EXPERIMENTS["hacking"] = Experiment(
     [(script, {"kl_coef": beta}) for script in WITH_KL for beta in BETAS.values()],
     seeds=1,
-    keys=["score", "kl"],
     columns=final("greedy 2-5") | last(10, "kl"),
     line=lambda run: f"`{run['script']}.py`",
     split=("kl_coef", BETAS),
@@ -77,10 +74,7 @@ EXPERIMENTS["hacking"] = Experiment(
 BUDGETS = {f"{n} k tokens": partial(after_tokens, 1000 * n) for n in (25, 50, 100)}
 GKD = [("gkd", flags) for flags in ({"beta": 0.0}, {}, {"beta": 1.0}, {"beta": 1.0, "top_k": 2})]
 EXPERIMENTS["divergences"] = Experiment(
-    [("distill", {}), *GKD],
-    seeds=5,
-    keys=["score", "kl", "response_length", "entropy"],
-    columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8"),
+    [("distill", {}), *GKD], seeds=5, columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8")
 )
 
 # A score for the answer, for each right step, or for each true equation
@@ -88,7 +82,6 @@ STEPS = [("reinforce_pp_process", {"reward": f"toy/steps.py:{x}_steps"}) for x i
 EXPERIMENTS["process"] = Experiment(
     [("reinforce_pp", {}), *STEPS],
     seeds=5,
-    keys=["score", "kl", "response_length", "entropy"],
     columns=final(*CHAINS) | last(10, "response_length", "kl"),
     shared={"eval_reward": "exact_answer"},
 )
@@ -99,7 +92,6 @@ CLIPPED = '"norm_clipped": sum(float(x > args.max_grad_norm) for x in grad_norms
 EXPERIMENTS["norms"] = Experiment(
     [(script, {}) for script in POLICY_SCRIPTS],
     seeds=1,
-    keys=["grad_norm", "norm_clipped"],
     columns={"steps clipped": lambda run: mean(run["norm_clipped"])},
     shared={"num_iterations": 40, "eval_every": 0},
     change=lambda source: source.replace(NORMS, f"{NORMS} {CLIPPED}"),
@@ -112,14 +104,12 @@ def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> d
     shared = {name: value for name, value in experiment.shared.items() if name in defaults(script)}
     flags = shared | flags | {"seed": seed, "log_every": 10**6}
     lines = train(script, flags, run_dir, experiment.change)
-    run = {key: curve(lines, key) for key in experiment.keys}
-    evaluations = [key for key in lines[-1] if key.startswith("eval/score/")]
-    run |= {key.replace("eval/score/", "greedy "): curve(lines, key) for key in evaluations}
+    run = {key.replace("eval/score/", "greedy "): curve(lines, key) for key in lines[-1]}
     row = {head: round(number(run), 6) for head, number in experiment.columns.items()}
     if script != experiment.drawn:
         return row
     return row | {
-        f"{key} curve": [float(f"{x:.3g}") for x in run[key]] for key in (*experiment.keys, "greedy 2-5")
+        f"{key} curve": [float(f"{x:.3g}") for x in run[key]] for key in ("score", "kl", "greedy 2-5")
     }
 
 

@@ -150,8 +150,8 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
     ratio = mean_log_ratio.exp().view(-1, 1)  # s, (b, 1)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high) * advantages
-    # (b, T): the tokens of a response have the same loss, so its mean over them is the loss of the response.
-    token_losses = -torch.min(unclipped, clipped)
+    # s is the same for all tokens of a response, so the loss of a response is the mean over its tokens.
+    token_losses = -torch.min(unclipped, clipped)  # (b, T)
     loss = (token_losses.sum(1) / lengths).sum() / num_sequences
 
     clip_fraction = (clipped < unclipped).sum() / num_tokens

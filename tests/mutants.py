@@ -18,7 +18,7 @@ import tyro
 from planted import BUGS, ROOT, Planted
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # made by make test-vllm
-SKIPPED = [".git", ".venv*", ".trl", ".verl", ".site", "site", "node_modules", "smollm2", "runs"]
+SKIPPED = [".git", ".venv*", ".site", "site", "smollm2", "runs"]
 SKIPPED += ["__pycache__", ".*_cache", "*.png", "results"]
 
 

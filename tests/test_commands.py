@@ -17,16 +17,6 @@ from conftest import ROOT, SOURCES, read_jsonl
 from test_dev_tools import rows_of
 from test_siblings import commit, copy_scripts, edit
 
-
-def test_make_diff_takes_lines_from_the_first_and_gives_those_of_the_second(capsys):
-    assert sync.diff("grpo", "rloo") == 0
-    first, second, *lines = capsys.readouterr().out.splitlines()
-    assert (first, second) == ("--- grpo.py", "+++ rloo.py")
-    for sign, name in (("-", "grpo"), ("+", "rloo")):
-        found = {line[1:] for line in lines if line[:1] == sign}
-        assert found and found <= {*SOURCES[name].splitlines()}
-
-
 COMMANDS = {
     "variant": (sync.variant, ("rloo", "lora"), "variants/rloo_lora.py"),
     "patch": (sync.patch, ("rloo", "entropy_bonus"), "runs/rloo_entropy_bonus.py"),
@@ -71,7 +61,6 @@ def test_an_edit_of_one_script_alone_is_exit_code_1(tmp_path, capsys):
     (folder / "my_reward.py").write_text(
         "def score(completions, **_): return [len(x) for x in completions]\n"
     )
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     commit(folder)
     assert sync.sync(folder) == 0
     edit(folder / "rloo.py", "\ndef choose_rows(", "\n# mine\ndef choose_rows(")
@@ -130,7 +119,7 @@ def test_a_variant_changes_no_other_line_of_the_skeleton(name):
 def test_a_plot_has_a_panel_for_each_metric_and_its_iterations_in_order(tmp_path):
     """A resumed run has its later lines in a second place."""
     rows = [{"iteration": i, "score": 10.0 * i, "eval/score/a": 1.0, "grad_norm": 1.0} for i in (3, 4, 1, 2)]
-    figure = plot.draw({"a": [rows]}, tmp_path / "plot.png")
+    figure = plot.draw({"a": rows}, tmp_path / "plot.png")
     assert [axis.get_title() for axis in figure.axes] == ["score", "eval/score/a"]
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 3, 4]
     assert figure.axes[0].lines[0].get_ydata().tolist() == [10, 20, 30, 40]

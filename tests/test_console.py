@@ -175,17 +175,7 @@ def test_a_finished_run_stays_as_it_is_and_its_last_lines_are_true(said, folder,
     transformers.AutoTokenizer.from_pretrained(model)
     longer = shlex.split(re.search(r"longer +the same command with --(.*)", again)[1].replace("--", ""))
     run("grpo", **FLAGS | dict(zip(longer[::2], longer[1::2])))
-    assert [line["iteration"] for line in read_jsonl(folder / "killed" / "metrics.jsonl")] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]
+    assert [line["iteration"] for line in read_jsonl(folder / "killed" / "metrics.jsonl")] == [*range(9)]
     assert json.loads((folder / "killed" / "args.json").read_text())["num_iterations"] == 8
 
 

@@ -9,6 +9,7 @@ import plot
 import pytest
 from conftest import ROOT, launch, write_jsonl
 from pictures import NO_REWARD, QUESTIONS, curves, load
+from test_siblings import commit
 
 FLAGS = {"dtype": "float32"}
 HEALTHY = {"response_length": 200.0, "logprob_difference": 1e-7, "equal_groups": 0.3}
@@ -85,12 +86,6 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
         assert found[0].startswith(first) and any("kl is -70" in text for text in found)
         assert "log-probs (needs logprob_difference)" in missing
     assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, and not 0
-
-
-def test_a_line_of_the_plot_is_the_mean_of_the_seeds(tmp_path):
-    one, two, other = ([{"iteration": i, "score": x * i} for i in range(3)] for x in (2.0, 4.0, 7.0))
-    figure = plot.draw({"a": [one, two], "b": [other]}, tmp_path / "plot.png")
-    assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [[0, 3, 6], [0, 7, 14]]
 
 
 GRPO = 0.75 / 0.5001  # the std of 1, 0, 0, 0 with k - 1 is 0.5
@@ -179,12 +174,7 @@ def test_planted_says_how_it_is_used_and_changes_no_file_that_git_cannot_restore
     monkeypatch.setattr(planted, "ROOT", tmp_path)
     monkeypatch.setattr(planted.Planted, "path", lambda *args: tmp_path / "reinforce.py")
     assert planted.main(["no baseline"]) == 2 and "no git repository" in capsys.readouterr().err
-    for command in (
-        ["init", "-q"],
-        ["add", "."],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"],
-    ):
-        planted.subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    commit(tmp_path)
     assert (
         planted.main(["no baseline"]) == 0
         and "advantages = rewards.view" in (tmp_path / "reinforce.py").read_text()

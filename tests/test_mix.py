@@ -83,9 +83,7 @@ def load(name: str, text: str, folder):
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    del sys.modules[name]
     return module
 
 
@@ -150,7 +148,6 @@ def test_a_mix_runs_with_the_lines_that_its_advantage_inserts(name, loss, tmp_pa
 def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
     """Its refusals are those of both halves."""
     folder = copy_scripts(tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     commit(folder)
     assert (
         mix.mix("remax", "gspo", "methods", folder)
@@ -176,6 +173,19 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
         assert mix.mix(*words, "methods", folder) == 2
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7 and all(line.startswith("error: ") for line in said)
+    assert said[3].startswith("error: no is no policy script; ")
+
+
+def test_make_diff_takes_a_mix_that_stands_in_runs(tmp_path, capsys):
+    folder = copy_scripts(tmp_path)
+    assert mix.mix("rloo", "dapo", "runs", folder) == sync.diff("rloo", "rloo_dapo", folder) == 0
+    assert "+++ runs/rloo_dapo.py" in capsys.readouterr().out
+
+
+def test_a_loss_of_responses_is_told_for_tokens():
+    assert "A_i becomes A_t" in mix.mixed("ppo", ["gspo"]) and "A_i becomes A_t" not in mix.mixed(
+        "rloo", ["gspo"]
+    )
 
 
 FLAG = "    gate: float = 3.0  # a flag\n"

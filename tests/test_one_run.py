@@ -4,7 +4,6 @@ written down of it. And what shows in bfloat16 only.
 
 import importlib
 import pickle
-import sys
 from itertools import chain, pairwise
 from types import SimpleNamespace
 
@@ -196,24 +195,12 @@ def test_a_reward_gets_a_column_that_only_some_rows_have_and_can_be_sent_to_proc
     assert grpo.score(reward, make_tokenizer(), rows, rollout).tolist() == [0.0, 2.0]
 
 
-def test_a_file_of_rewards_takes_no_name_away(tmp_path):
-    """It may be called as a module of Python."""
-    (tmp_path / "pickle.py").write_text("def mine(**_): return []\n")
-    grpo.load_reward(grpo.Args(), f"{tmp_path}/pickle.py:mine")
-    assert sys.modules["pickle"] is pickle
-
-
 @pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
 def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
     """The last of a rollout too."""
     (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [1.0] * 15 + [float('{score}')]\n")
     said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:f", run_dir=tmp_path / "run")
     assert f"returned {score} for completion 15" in said
-
-
-def test_an_answer_may_have_spaces_around_it_and_is_otherwise_exact():
-    assert grpo.exact_answer(["answer Yes", "answer 8.0"], answer=["yes", 8]) == [0.0, 0.0]
-    assert grpo.exact_answer(["think answer 8 "], answer=[" 8\n"]) == [1.0]
 
 
 def test_the_end_of_a_call_may_be_a_part_of_a_token(tmp_path):

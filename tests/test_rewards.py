@@ -49,6 +49,7 @@ def test_exact_answer_compares_what_follows_the_last_answer():
     """Spaces and newlines around either do not count."""
     texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8", "answer 8", "answer\n8"]
     assert grpo.exact_answer(texts, answer=[8, "8", "8", "8", "8\n", " 8"]) == [1, 0, 0, 1, 1, 1]
+    assert grpo.exact_answer(["answer Yes", "answer 8.0"], answer=["yes", 8]) == [0, 0]
 
 
 def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):

@@ -6,7 +6,6 @@ A sampled token's log-prob must be that of a plain forward pass, whatever paddin
 import pytest
 import torch
 import transformers
-from conftest import write_jsonl
 from zoo import ARCHITECTURES, make_model, make_tokenizer, save
 
 import grpo
@@ -173,25 +172,6 @@ def test_log_probs_are_those_of_sampling_with_dropout_in_the_config(checkpointin
     rollout = generate(model, samples=8, max_response_length=8)
     again = token_logprobs(model, rollout)  # with gradients, as in the update
     torch.testing.assert_close(again.detach(), rollout["old_logprobs"], rtol=0, atol=2e-4)
-
-
-def test_prompts_get_one_bos_and_too_long_ones_are_left_out(tmp_path):
-    """Llama's and Gemma's tokenizers put BOS before a text, and their templates write one too."""
-    tokenizer, args = make_tokenizer(bos=True, chat=True), grpo.Args(max_prompt_length=9)
-    texts, chats = PROMPTS[:2], [[{"role": "user", "content": text}] for text in PROMPTS[:2]]
-    for prompts, expected in ((texts, [2, *IDS[0]]), (chats, [2, 4, *IDS[0], 3, 5])):
-        data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": ""} for prompt in prompts])
-        (row,) = grpo.load_rows(args, str(data), "train", make_model("llama"), tokenizer)
-        assert row["prompt_ids"] == expected
-
-
-def test_each_epoch_has_every_prompt_once_in_a_new_order():
-    dataset, epochs = list(range(12)), []
-    for first in (1, 4):  # an epoch is three batches
-        batches = [grpo.choose_rows(grpo.Args(), dataset, 4, first + i) for i in range(3)]
-        epochs.append([row for batch in batches for row in batch])
-    assert sorted(epochs[0]) == sorted(epochs[1]) == dataset != epochs[0] != epochs[1]
-    assert grpo.choose_rows(grpo.Args(seed=2), dataset, 4, 1) != epochs[0][:4]
 
 
 def test_a_step_is_no_longer_than_max_grad_norm_and_leaves_no_gradient():

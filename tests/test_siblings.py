@@ -59,14 +59,13 @@ def copy_scripts(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    for words in ("add .", "-c user.name=a -c user.email=a commit -qm a"):
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm a"):
         subprocess.run(["git", *words.split()], cwd=folder, check=True)
 
 
 @pytest.fixture
 def folder(tmp_path):
     copy_scripts(tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     commit(tmp_path)
     return tmp_path
 

@@ -19,7 +19,7 @@ STEPS = {"num_minibatches", "update_epochs"}  # flags of the loss: one without a
 NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
 # The formulas of a docstring: up to the last of A or G, then up to the loss, then those behind it, as the critic's
 FORMULAS = re.compile(r"\n\n((?:    .+\n)*    [AG]\w* .+\n)((?:    .+\n)*?    loss .+\n)((?:    .+\n)*)\n")
-DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix, and not a published method.
+DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix of two scripts.
 
 `make mix ADVANTAGE={name} LOSS={loss}` wrote this file. {kl}
 {formulas}
@@ -56,9 +56,12 @@ def describe(name: str, loss: str, sources: dict[str, str], kl: str) -> str:
     first, second = (FORMULAS.search(OWN.search(sources[x])[0]) for x in (name, loss))
     formulas = f"Its advantage is that of {name}.py, and its loss that of {loss}.py: see their docstrings.\n"
     if first and second:
+        each = "in which A_i or A_t is the advantage of a token"
+        if "A_t" in first[1] and "A_t" not in second[2]:
+            each = "in which A_i becomes A_t, inside the sum or mean over t"
         formulas = (
             f"\nThe advantage, from {name}.py, whose docstring explains the symbols:\n\n{first[1]}{first[3]}"
-            f"\nThe loss, from {loss}.py, in which A_i or A_t is the advantage of a token:\n\n{second[2]}"
+            f"\nThe loss, from {loss}.py, {each}:\n\n{second[2]}"
         )
     return DOCSTRING.format(title=titles[0], other=titles[1], name=name, loss=loss, kl=kl, formulas=formulas)
 
@@ -68,8 +71,12 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     found = paths(root)
     sources = {x: found[x].read_text() for x in policy_scripts(root)}
     [loss, *others] = chosen
-    if others or name == loss or {name, loss} - {*sources}:
-        raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS: {', '.join(sources)}")
+    if wrong := [x for x in (name, *chosen) if x not in sources]:
+        raise ValueError(f"{wrong[0]} is no policy script; ADVANTAGE and LOSS can be {', '.join(sources)}")
+    if others or name == loss:
+        raise ValueError(
+            f"use two different policy scripts as ADVANTAGE and LOSS, and not {name}, {','.join(chosen)}"
+        )
     source, block = sources[name], OWN.findall(sources[name])[1]
     mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
     for script, function in ((name, mine), (loss, theirs)):
@@ -106,7 +113,9 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
         re.search(r'"(kl|ref_logprobs)"', text) for text in ("".join(mine[x] for x in kept), code)
     )
     if compares and is_compared:
-        raise ValueError(f"{name} with {loss}: both have a KL to the reference; use a loss without one")
+        raise ValueError(
+            f"{name} with {loss}: both have a KL; use a loss without one, such as gdpo's or reinforce_pp's"
+        )
     if is_compared:
         own["kl_coef"] = other["kl_coef"]
     elif not compares and "ClassVar" not in own["kl_coef"]:
@@ -130,7 +139,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     return source.replace(docstring, describe(name, loss, sources, kl)).replace(old_block, new_block)
 
 
-def mix(name: str = "", loss: str = "", folder: str = "runs", root: Path = ROOT) -> int:
+def mix(name: str, loss: str, folder: str = "runs", root: Path = ROOT) -> int:
     """Write a script with the loss of another into a folder. Returns the exit code."""
     return write(mixed, name, loss, folder, root)
 

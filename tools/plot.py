@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from statistics import mean
 from typing import Annotated
 
 import tyro
@@ -45,15 +44,15 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         raise ValueError(f"{folder}: metrics.jsonl or args.json is damaged ({error!r})") from error
 
 
-def draw(groups: dict[str, list[list[dict]]], path: Path):
-    """A panel for each metric that there is. groups has, for each label, the rows of each seed. Returns the figure."""
+def draw(runs: dict[str, list[dict]], path: Path):
+    """A panel for each metric that there is. runs has the rows of each run by its label. Returns the figure."""
     import matplotlib.pyplot as plt
     from matplotlib import cycler
 
-    found = dict.fromkeys(chain(*chain(*chain(*groups.values()))))  # names of metrics, in their order
+    found = dict.fromkeys(chain(*chain(*runs.values())))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     if not names:
-        raise ValueError(f"{', '.join(groups)}: no metrics to draw yet")
+        raise ValueError(f"{', '.join(runs)}: no metrics to draw yet")
     height = math.ceil(len(names) / 2)
     plt.rc("axes", prop_cycle=cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
     size = (8, 2.2 * height + 0.4)
@@ -61,13 +60,10 @@ def draw(groups: dict[str, list[list[dict]]], path: Path):
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis, name in zip(axes.flat, names):
-        for label, seeds in groups.items():
-            values = defaultdict(list)  # by iteration
-            for row in chain(*seeds):
-                if name in row:
-                    values[row["iteration"]].append(row[name])
+        for label, rows in runs.items():
+            values = {row["iteration"]: row[name] for row in rows if name in row}
             xs, marker = sorted(values), "." if len(values) < 10 else ""
-            axis.plot(xs, [mean(values[x]) for x in xs], linewidth=1.3, marker=marker, label=label)
+            axis.plot(xs, [values[x] for x in xs], linewidth=1.3, marker=marker, label=label)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.25)
     figure.supxlabel("iteration", fontsize=10)
@@ -91,7 +87,7 @@ def main(runs: tyro.conf.Positional[Runs], out: Out = Path("plot.png")) -> None:
         raise ValueError(
             "matplotlib is not installed. Run pip install --group test, or pip install matplotlib."
         )
-    draw({str(run): [read_run(run)[1]] for run in runs}, out)
+    draw({str(run): read_run(run)[1] for run in runs}, out)
     print(f"Wrote {out}.")
 
 

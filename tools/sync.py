@@ -416,19 +416,17 @@ def kinds(source: str) -> list[tuple[str, str]]:
 
 def summary(counts: Counter) -> str:
     """Numbers of lines, in words."""
-    first, *others = [f"{counts[kind]} of {kind}" for kind in ("code", "flags", "text") if counts[kind]] or [
-        "the same"
-    ]
-    return ", ".join(
-        [re.sub(r"(?<=\d) of", " line of" if first[:2] == "1 " else " lines of", first), *others]
-    )
+    text = ", ".join(f"{counts[kind]} of {kind}" for kind in ("code", "flags", "text") if counts[kind])
+    return text.replace(" of", " line of" if text[:2] == "1 " else " lines of", 1) or "the same"
 
 
 def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
     """Show how two scripts differ: the method first, the docstring last. Returns the exit code."""
-    found = paths(root)
+    found = {path.stem: path for path in (root / "runs").glob("*.py")} | paths(root)  # and those of make mix
     if not {a, b} <= {*found}:
-        wrong = " and ".join(f"{name} is no script" for name in (a, b) if name and name not in found)
+        wrong = " and ".join(
+            f"{name} is no script, here or in runs/" for name in (a, b) if name and name not in found
+        )
         print(
             f"error: {wrong or 'give two scripts'}; use make diff A=grpo B=rloo with two of {', '.join(found)}"
         )
