@@ -307,6 +307,7 @@ def update(args, state, rollout, lr_factor):
                 logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
                 loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                 loss.backward()  # adds to the gradient of the earlier micro-batches
+                del all_logprobs  # the largest tensor: it would stay until after the next forward pass
                 # The critic learns from the same micro-batch.
                 with autocast(args):
                     values = critic(batch)  # (b, T), with gradient

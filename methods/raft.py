@@ -239,6 +239,7 @@ def update(args, state, rollout, lr_factor):
                 logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
                 loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                 loss.backward()  # adds to the gradient of the earlier micro-batches
+                del all_logprobs  # the largest tensor: it would stay until after the next forward pass
                 for name, value in batch_stats.items():
                     stats[name] += value
                 if is_first_step:

@@ -3,6 +3,8 @@
 A sampled token's log-prob must be that of a plain forward pass, whatever padding, cache and batch are.
 """
 
+import gc
+
 import pytest
 import torch
 import transformers
@@ -182,3 +184,21 @@ def test_a_step_is_no_longer_than_max_grad_norm_and_leaves_no_gradient():
     norm = grpo.optimizer_step(grpo.Args(max_grad_norm=0.1), layer, optimizer, 1.0)
     assert norm > 100 and (layer.weight - before).norm().item() == pytest.approx(0.1, rel=1e-3)
     assert layer.weight.grad is None  # or the next step would add to it
+
+
+def test_an_update_frees_the_log_probs_of_all_tokens_before_the_next_forward_pass():
+    """They are its largest tensor: two of them at once would raise the peak of memory by a third."""
+    model, found = make_model(next(iter(ARCHITECTURES))), []
+    rollout = generate(model, max_response_length=8)
+    rollout |= {"scores": torch.zeros(len(IDS)), "ref_logprobs": rollout["old_logprobs"]}
+    rollout["advantages"] = torch.ones_like(rollout["old_logprobs"])
+
+    def look(*_):
+        found.extend(
+            x for x in gc.get_objects() if torch.is_tensor(x) and x.shape[2:] == (model.config.vocab_size,)
+        )
+
+    model.register_forward_pre_hook(look)
+    state = {"policy": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    grpo.update(grpo.Args(device="cpu", micro_batch_size=2, num_minibatches=1), state, rollout, 1.0)
+    assert not found
