@@ -112,6 +112,7 @@ class Args:  # the comment after a flag becomes its --help text
     eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@n; 0: a greedy one
     eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
     log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
+    log_kl: bool = False  # load the reference also with kl_coef 0, to log the KL of each iteration
     save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
@@ -150,7 +151,7 @@ def main(args):
     check_args(args)
     start_ranks(args)
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
+    reference = make_reference(args, policy) if args.kl_coef or args.log_kl else None
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
@@ -347,7 +348,10 @@ class Cache(transformers.DynamicCache):
 
 def autocast(args):
     """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    is_on = args.dtype == "bfloat16"
+    # Sampling casts each weight once for all tokens. In training, a cache would only keep the copies longer.
+    is_cached = not torch.is_grad_enabled()
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, is_on, cache_enabled=is_cached)
 
 
 def log_distribution(logits, temperature):
@@ -442,7 +446,7 @@ def measure(args, rollout, began):
         "entropy": total(rollout["entropy"]) / num_tokens,  # mean per token
         "tokens_per_second": num_tokens / (time.perf_counter() - began),
     }
-    if args.kl_coef:
+    if args.kl_coef or args.log_kl:
         metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
     if args.samples_per_prompt > 1:
         groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
@@ -571,15 +575,33 @@ def load_model(args, name, auto_class):
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
-        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward)
+                layer.forward = partial(checkpointed, layer.forward)
     model.to(args.device)
     if auto_class is transformers.AutoModelForCausalLM:
         check_sampling(args, flag, model)
     say(f"  model       {name}: {model.num_parameters():,} parameters")
     return model, tokenizer
+
+
+def make_reference(args, policy):
+    """Return a copy of the policy, before a checkpoint is loaded. It computes what the policy would compute."""
+    reference = copy.deepcopy(policy)
+    if args.dtype == "bfloat16":
+        embeddings = reference.get_input_embeddings().weight
+        for layer in reference.modules():
+            if isinstance(layer, torch.nn.Linear) and layer.weight is not embeddings:  # a tied head is float32
+                layer.bfloat16()  # autocast would cast it so in each pass, from twice the memory
+    return reference
+
+
+def checkpointed(forward, *args, **kwargs):
+    """Run a layer, and with gradients forget its activations, which backward() then computes again."""
+    if not torch.is_grad_enabled():  # sampling a token is a quarter slower with checkpoint() around each layer
+        return forward(*args, **kwargs)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 @torch.no_grad()
