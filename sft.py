@@ -33,6 +33,7 @@ import shutil
 import sys
 import time
 import zlib
+from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,9 +62,12 @@ class Args:  # the comment after a flag becomes its --help text
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/base"  # starting policy: local folder or Hub id of a causal LM
-    dataset: str = "toy/demonstrations.jsonl"  # .jsonl, folder or Hub id; `prompt`+`completion` or `messages`
+    dataset: str = (
+        "toy/demonstrations.jsonl"  # .jsonl, folder, Hub id:config:split; `prompt`+`completion`, `messages`
+    )
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation
     max_length: int = 1024  # examples with more tokens, in prompt and completion together, are left out
+    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
     # Optimization
     num_epochs: int = 4  # passes over the examples
     shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps the file's order, for a curriculum
@@ -106,7 +110,7 @@ def main(args):
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
     run_dir, start = open_run(args, state, examples)  # loads the checkpoint; start is its iteration, or 0
     if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
-        save_model(run_dir, policy, tokenizer)
+        save_model(f"{run_dir}/model", policy, tokenizer)
     if eval_dataset and start == 0:
         log(args, run_dir, 0, evaluate(args, policy, eval_dataset))
         log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
@@ -135,7 +139,7 @@ def main(args):
         # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
-            save_model(run_dir, policy, tokenizer)
+            save_model(f"{run_dir}/model", policy, tokenizer)
 
     say_result(run_dir, "loss", f"--num_epochs {2 * args.num_epochs}")
     if dist.is_initialized():
@@ -179,6 +183,7 @@ def micro_batches(args, rows):
         for name in ("input_ids", "completion_mask"):
             tensors = [torch.tensor(row[name]) for row in part]
             batch[name] = pad_sequence(tensors, batch_first=True).to(args.device)
+        batch["completion_mask"] = batch["completion_mask"].bool()
         yield batch
 
 
@@ -332,7 +337,7 @@ def load_model(args, name, auto_class):
 
 def checkpointed(forward, *args, **kwargs):
     """Run a layer, and with gradients forget its activations, which backward() then computes again."""
-    if not torch.is_grad_enabled():  # sampling a token is a quarter slower with checkpoint() around each layer
+    if not torch.is_grad_enabled():  # around each layer, checkpoint() slows sampling by a quarter
         return forward(*args, **kwargs)
     checkpoint = torch.utils.checkpoint.checkpoint
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -343,7 +348,8 @@ def encode(tokenizer, prompt, completion, **options):
     prompt_ids = token_ids(tokenizer, prompt, **options)
     learned_ids = completion_ids(tokenizer, prompt, completion)
     mask = [False] * len(prompt_ids) + [True] * len(learned_ids)
-    return {"input_ids": prompt_ids + learned_ids, "completion_mask": mask}
+    # Lists would take ten times the memory.
+    return {"input_ids": array("i", prompt_ids + learned_ids), "completion_mask": array("b", mask)}
 
 
 def token_ids(tokenizer, prompt, **options):
@@ -377,14 +383,18 @@ def turn_end(tokenizer):
 
 
 def read_rows(flag, name, split):
-    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub, name:configuration:split."""
     if not name.endswith(".jsonl"):
+        name, _, rest = name.partition(":")
+        configuration, _, own_split = rest.partition(":")
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        options = {"split": own_split or split, "streaming": Path(name).exists()}
         try:
-            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
-        except OSError as error:
+            return list(datasets.load_dataset(name, configuration or None, **options))
+        except (OSError, ValueError) as error:
             reason = "convert it to .jsonl" if Path(name).is_file() else error
-            check(False, f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason}).")
+            problem = f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason})."
+            check(False, f"{problem} Name its configuration and its split as in openai/gsm8k:main:train.")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -410,7 +420,8 @@ def load_rows(args, policy, tokenizer):
             prompt, completion = [], row["messages"]
         prompt, completion = split_chat(args, where, tokenizer, prompt, completion)
         check(isinstance(prompt, str | list) and prompt and isinstance(completion, str) and completion, needs)
-        options = {"tools": row.get("tools")} | (row.get("chat_template_kwargs") or {})
+        options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
+        options |= row.get("chat_template_kwargs") or {}
         options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
         example = encode(tokenizer, prompt, completion, **options)
         examples.append(example | {"prompt": prompt, "length": len(example["input_ids"])})
@@ -471,7 +482,9 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    checksum = zlib.crc32(repr(dataset).encode())
+    checksum = 0
+    for row in dataset:
+        checksum = zlib.crc32(repr(row).encode(), checksum)
     flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
@@ -482,7 +495,7 @@ def open_run(args, state, dataset):
         start = checkpoint["iteration"]
     model = next(iter(state.values()))  # the policy, or what reward_model.py trains
     weights = [weight.sum().item() for weight in model.parameters()]
-    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
@@ -523,8 +536,8 @@ def check_folder(run_dir, flags):
     has_script = flags["script"] == old.get("script")
     check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
+    free |= {"rows_checksum", "micro_batch_size", "gradient_checkpointing"}  # these change memory and speed
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
@@ -544,13 +557,13 @@ def replacing(path):
     os.replace(f"{path}.tmp", path)
 
 
-def save_model(run_dir, policy, tokenizer):
+def save_model(folder, policy, tokenizer):
     """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
     if RANK == 0:
-        policy.save_pretrained(f"{run_dir}/model.tmp")
-        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
-        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
-        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+        policy.save_pretrained(f"{folder}.tmp")
+        tokenizer.save_pretrained(f"{folder}.tmp")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(f"{folder}.tmp", folder)
 
 
 def save_checkpoint(run_dir, iteration, state):
@@ -565,7 +578,7 @@ def append(path, record):
     """On rank 0, add a line to a log, and wait until it is on the disk."""
     if RANK == 0:
         with open(path, "a") as file:
-            print(json.dumps(record), file=file, flush=True)
+            print(json.dumps(record, default=str), file=file, flush=True)
             os.fsync(file)
 
 

@@ -35,7 +35,7 @@ def reward(completions, prompts, **columns):
 
 def right_or_wrong(completions, **columns):
     """1 or 0, for the scripts that take nothing else."""
-    return [float(len(text) % 3 == 0) for text in completions]
+    return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
 def reward_of_threes(completions, prompts, **columns):

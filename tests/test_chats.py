@@ -67,7 +67,7 @@ def test_the_policy_continues_the_words_of_the_assistant(bos):
 
 
 def test_the_template_gets_tools_and_its_own_options(tmp_path):
-    """Of each row, if it has them."""
+    """Of each row, if it has them, before those of the flag."""
     tokenizer = make_tokenizer(chat=True)
     tools = "{% for tool in tools or [] %}= {{tool.function.name}} {% endfor %}"
     tokenizer.chat_template = tools + "{% if enable_thinking is false %}- {% endif %}" + CHAT
@@ -83,6 +83,12 @@ def test_the_template_gets_tools_and_its_own_options(tmp_path):
     rows = grpo.load_rows(grpo.Args(), str(data), "train", make_model("llama"), tokenizer)
     for row, (_, begin) in zip(rows, cases, strict=True):
         assert row["prompt_ids"] == ids_of(f"{begin}<bos> <user> {PROMPT} <end> <model>")
+    loud = write_jsonl(tmp_path / "loud.jsonl", [{"prompt": [USER]} | quiet, {"prompt": [USER]}])
+    for value, begins in ((True, ["- ", ""]), (False, ["- ", "- "])):
+        args = grpo.Args(chat_template_kwargs={"enable_thinking": value})
+        rows = grpo.load_rows(args, str(loud), "train", make_model("llama"), tokenizer)
+        for row, begin in zip(rows, begins, strict=True):
+            assert row["prompt_ids"] == ids_of(f"{begin}<bos> <user> {PROMPT} <end> <model>")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import datetime
 import importlib
 import json
 import os
@@ -183,6 +184,8 @@ def test_a_chat_is_shown_as_its_last_message(tmp_path, capsys):
     """The end of it, and the end of a response that is longer than its place."""
     asked = ["1 + 1 +\n" * 9 + f"{i} + 5 ?" for i in range(3)]
     rows = [{"prompt": [{"role": "system", "content": "9 ?"}, {"role": "user", "content": x}]} for x in asked]
+    for i, row in enumerate(rows):  # other columns are logged, also of types that JSON does not know
+        row |= {"prompt_ids": [1], "answer": i, "score": "a column", "when": datetime.date(2026, 11, 27)}
     rollout = {"sequences": torch.full((3, 70), 20), "response_mask": torch.ones(3, 60, dtype=torch.bool)}
     grpo.log_samples(
         tmp_path, 1, make_tokenizer(), rows, rollout | {"raw_scores": torch.tensor([-1e3 / 7] * 3)}
@@ -193,7 +196,13 @@ def test_a_chat_is_shown_as_its_last_message(tmp_path, capsys):
         assert score == "-142.8571" and len(line) == 100
         assert len(prompt) == 24 and f"1 + 1 + 1 + 1 + {i} + 5 ?".endswith(prompt.strip())
         assert len(response) == 58 and set(response.split()[1:]) == {"answer"}
-    assert i == 2 and read_jsonl(tmp_path / "samples.jsonl")[2]["prompt"] == rows[2]["prompt"]
+    sample = read_jsonl(tmp_path / "samples.jsonl")[2]
+    assert i == 2 and sample["prompt"] == rows[2]["prompt"] and "prompt_ids" not in sample
+    assert (
+        sample["answer"] == 2
+        and sample["when"] == "2026-11-27"
+        and sample["score"] == pytest.approx(-1e3 / 7)
+    )
 
 
 def test_one_rank_says_what_is_wrong(folder):

@@ -121,6 +121,17 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         line["equal_groups"] = mean(len({*scores[i : i + k]}) == 1 for i in range(0, len(scores), k))
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
+    scores = [
+        *chain(*(rollout["raw_scores"].tolist() for rollout in rollouts))
+    ]  # of the responses to train on
+    line["score_std"] = statistics.pstdev(scores)
+    for part, is_in in {"above": float.__gt__, "below": float.__lt__}.items():
+        lengths = [len(row) for row, x in zip(entropy, scores) if is_in(x, mean(scores))]
+        line[f"response_length/{part}"] = mean(lengths)
+    if name == "ppo":
+        returns, values = (list(chain(*rows_of(key, rollouts))) for key in ("returns", "values"))
+        errors = [x - y for x, y in zip(returns, values, strict=True)]
+        line["explained_variance"] = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]
     line["truncated"] = mean(token != tokenizer.eos_token_id for token in last)
     if args.kl_coef > 0 or name == "distill":
@@ -185,7 +196,7 @@ def test_policy_scripts(runs, name):
     if name == "flash_reinforce_async":
         expected["staleness"] = 1
         assert line.pop("trainer_waited") >= 0 and line.pop("sampler_waited") >= 0
-    for key in ("tokens_per_second", "sampling_seconds"):
+    for key in ("tokens_per_second", "sampling_seconds", "reward_seconds", "update_seconds"):
         assert line.pop(key) > 0
     assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 

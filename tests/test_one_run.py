@@ -170,6 +170,22 @@ def test_local_data_leaves_no_copy_that_could_be_read_later(tmp_path, monkeypatc
     assert not [path for path in tmp_path.rglob("*.arrow")]
 
 
+def test_a_dataset_can_have_a_configuration_and_a_split_of_its_own(tmp_path, capsys):
+    files = "\n".join(f"  - {{split: {x}, path: {x}.jsonl}}" for x in ("train", "train_prefs"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}\n---\n")
+    for name in ("train", "train_prefs"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    for name, split in (
+        (":main", "train"),
+        (":main:train_prefs", "train_prefs"),
+        ("::train_prefs", "train_prefs"),
+    ):
+        assert grpo.read_rows("", f"{tmp_path}{name}", "train") == [{"prompt": split}]
+    for name in (":other", ":main:other"):
+        error = refused(capsys, grpo.read_rows, "--dataset d", f"{tmp_path}{name}", "train")
+        assert "--dataset d" in error and "main" in error and "openai/gsm8k:main:train" in error
+
+
 def test_a_text_may_be_as_long_as_the_model_has_positions(capsys):
     model = make_model("llama")
     grpo.check_positions("", model, model.config.max_position_embeddings)

@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 import transformers
-from zoo import ARCHITECTURES, make_model, make_tokenizer, save
+from zoo import ARCHITECTURES, make_model, make_tokenizer, recorded, save
 
 import grpo
 import ppo
@@ -149,6 +149,39 @@ def test_bfloat16_has_a_bfloat16_cache_and_float32_weights_and_log_probs(model, 
         assert x.dtype == torch.float32 and not torch.equal(x, exact)
         # experts may change where two are about equal
         assert (exact - x)[rollout["response_mask"]].abs().mean() < 0.2
+
+
+def test_the_reference_has_linear_layers_in_bfloat16_and_the_same_log_probs(model, tmp_path):
+    """To the bit, because autocast rounds the weights in each pass. In float32 it is a copy."""
+    half, args = loaded(model, tmp_path, dtype="bfloat16"), grpo.Args(dtype="bfloat16", device="cpu")
+    rollout, reference = generate(half, max_response_length=8), grpo.make_reference(args, half)
+    found = [grpo.rollout_logprobs(args, x, rollout) for x in (half, reference)]
+    assert torch.equal(*found)
+    layers = [x for x in reference.modules() if isinstance(x, torch.nn.Linear)]
+    is_tied = [x.weight is reference.get_input_embeddings().weight for x in layers]
+    assert {x.weight.dtype for x, tied in zip(layers, is_tied) if not tied} <= {torch.bfloat16}
+    assert reference.get_input_embeddings().weight.dtype == torch.float32
+    exact = grpo.make_reference(grpo.Args(device="cpu"), half)
+    assert {x.dtype for x in [*exact.parameters(), *half.parameters()]} == {torch.float32}
+
+
+def test_only_sampling_keeps_the_weights_that_autocast_has_cast():
+    """In training, the copies of all layers would stay in memory until the end of the forward pass."""
+    args = grpo.Args(dtype="bfloat16", device="cpu")
+    with grpo.autocast(args):
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+    with torch.no_grad(), grpo.autocast(args):
+        assert torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+def test_sampling_does_not_go_through_the_checkpoints(tmp_path, monkeypatch):
+    """They cost a quarter of its time."""
+    model = loaded(make_model("llama"), tmp_path, gradient_checkpointing=True)
+    calls = recorded(monkeypatch, torch.utils.checkpoint, "checkpoint")
+    rollout = generate(model, max_response_length=4)
+    assert not calls
+    token_logprobs(model, rollout)
+    assert len(calls) == 3  # layers
 
 
 def test_gradient_checkpointing_recomputes_and_changes_nothing(model, tmp_path):

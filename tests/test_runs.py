@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+from itertools import combinations
 from statistics import fmean
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
 
 
 def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
-    """Their mean and the mean of the best. Two ranks give the numbers of one with as many rows for each."""
+    """Their mean and the mean of the best. Two ranks share the rows, and give the numbers of one rank."""
     prompts, tokenizer = [f"{i} + 5 ?" for i in range(7)], make_tokenizer()
     rows = [{"prompt": x, "prompt_ids": tokenizer(x)["input_ids"], "group": x < "4"} for x in prompts]
     reward = lambda completions, **_: [float("8" in x or "6" in x) for x in completions]  # noqa: E731
@@ -129,8 +130,33 @@ def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
     for group in (True, False):
         of_group = [x for key, x in scores.items() if key[0] == group]
         assert metrics.pop(f"eval/score/{group}") == pytest.approx(fmean(map(fmean, of_group)))
-        assert metrics.pop(f"eval/pass@3/{group}") == pytest.approx(fmean(map(max, of_group)))
+        for k in (2, 3):
+            best = fmean(fmean(map(max, combinations(x, k))) for x in of_group)
+            assert metrics.pop(f"eval/pass@{k}/{group}") == pytest.approx(best)
     assert not metrics
+
+
+def test_an_evaluation_of_few_rows_uses_all_ranks(monkeypatch):
+    rows, lengths = [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 5, []
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 3)
+    monkeypatch.setattr(grpo, "score", lambda *args: torch.zeros(lengths.append(len(args[2])) or lengths[-1]))
+    for rank in range(3):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        args = grpo.Args(device="cpu", batch_size=96, max_response_length=2)
+        grpo.evaluate(args, make_model("llama"), make_tokenizer(), None, rows)
+    assert lengths == [2, 2, 1]
+
+
+def test_a_model_of_each_save_can_be_kept(tmp_path):
+    """model/ is the last of them. Without the flag it is the only one."""
+    for keep in (False, True):
+        folder = tmp_path / f"{keep}"
+        run("grpo", run_dir=folder, keep_models=keep, num_iterations=3, save_every=2, eval_every=0)
+        names = sorted(path.name for path in folder.glob("model*"))
+        assert names == ["model", "model-2", "model-3"][: 3 if keep else 1]
+    models = [(folder / name / "model.safetensors").read_bytes() for name in names]
+    assert models[0] == models[2] != models[1]
+    assert {x.name for x in (folder / "model").iterdir()} == {x.name for x in (folder / "model-2").iterdir()}
 
 
 def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
@@ -143,13 +169,29 @@ def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
     assert training[0] == training[1]
 
 
-@pytest.mark.parametrize("kl_coef", [0.01, 0.0])
-def test_without_a_kl_there_is_no_reference(kl_coef, tmp_path, monkeypatch):
+MOVES = {"num_iterations": 3, "learning_rate": 4e-3, "reward": f"{ROOT}/tests/driver.py:reward"}
+
+
+@pytest.mark.parametrize("kl_coef, log_kl", [(0.01, False), (0.0, False), (0.0, True)])
+def test_without_a_kl_there_is_no_reference_unless_its_kl_is_to_be_logged(
+    kl_coef, log_kl, tmp_path, monkeypatch
+):
     copies = recorded(monkeypatch, grpo.copy, "deepcopy")
-    run("grpo", run_dir=tmp_path, kl_coef=kl_coef)
+    run("grpo", run_dir=tmp_path, kl_coef=kl_coef, log_kl=log_kl, **MOVES)
     models = [args for args, _ in copies if isinstance(args[0], torch.nn.Module)]
-    assert len(models) == (kl_coef > 0)
-    assert all(("kl" in line) == (kl_coef > 0) for line in read_jsonl(tmp_path / "metrics.jsonl"))
+    has_kl = bool(kl_coef) or log_kl
+    assert len(models) == has_kl
+    lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "score" in line]
+    assert all(("kl" in line) == has_kl for line in lines)
+    assert not has_kl or abs(lines[2]["kl"]) > 1e-3
+
+
+def test_logging_the_kl_leaves_training_alone(tmp_path):
+    for log_kl in (False, True):
+        run("dr_grpo", run_dir=tmp_path / f"{log_kl}", log_kl=log_kl, **MOVES)
+    weights = [torch.load(tmp_path / f"{x}" / "checkpoint.pt")["policy"] for x in (False, True)]
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    assert abs(read_jsonl(tmp_path / "True" / "metrics.jsonl")[-1]["kl"]) > 1e-4
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights(tmp_path, monkeypatch, capsys):

@@ -95,7 +95,7 @@ def test_a_rank_beyond_the_world_is_refused(monkeypatch, capsys):
 
 
 # What a user may change in a run that has begun. Another value of anything else would be another experiment.
-FREE = {"run_dir", "eval_every", "log_every", "save_every", "track"}
+FREE = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
 FREE |= {"num_iterations", "num_epochs", "micro_batch_size", "gradient_checkpointing"}
 
 

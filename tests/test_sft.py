@@ -144,7 +144,8 @@ def test_the_screen_has_a_header_a_row_an_iteration_and_what_to_do_next(
 
 
 @pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-def test_help_has_every_flag(script, capsys):
+def test_help_has_every_flag(script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"{script.__name__}.py"])
     script.print_help()
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[0] for line in lines if line.startswith("  --")}

@@ -121,7 +121,11 @@ def run(script: str, **flags) -> None:
     """Run a policy script in this process, small unless the flags say otherwise."""
     module = importlib.import_module(script)
     small = dict(num_iterations=2, batch_size=16, max_response_length=8, eval_every=0, device="cpu")
-    words = [f"--{name}" if x is True else f"--{name}={x}" for name, x in (small | flags).items()]
+    switches = {True: "--", False: "--no_"}
+    words = [
+        f"{switches[x]}{name}" if isinstance(x, bool) else f"--{name}={x}"
+        for name, x in (small | flags).items()
+    ]
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
 
 
