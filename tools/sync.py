@@ -37,19 +37,19 @@ VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MUL
 INSERTS = {"distill": 5, "gdpo": 6, "gkd": 15, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
 # What does not go together
 REFUSED = {
-    ("remax", "async"): "the trainers would wait for greedy responses of their own",
-    ("flash_reinforce", "correction"): "its ratio and its gate compare with the sampler already",
+    ("remax", "async"): "the trainers would wait for greedy responses, which they sample themselves",
+    ("flash_reinforce", "correction"): "its ratio and its gate already compare the policy with the sampler",
     ("sdpo", "correction"): "its teacher and pi_old would be computed by different code",
-    ("gkd", "correction"): "its loss has no advantage to weigh",
-    ("distill", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
-    ("gkd", "tools"): "the toy's teacher does not know the tokens of the toy with a calculator",
+    ("gkd", "correction"): "its loss contains no advantage that a weight could multiply",
+    ("distill", "tools"): "the teacher does not know the tokens of the toy task with a calculator",
+    ("gkd", "tools"): "the teacher does not know the tokens of the toy task with a calculator",
     ("process", "tools"): "a token of the tool would need a score",
-    ("lora", "fsdp"): "both change what the checkpoint and `model/` hold",
+    ("lora", "fsdp"): "both change what the checkpoint and `model/` contain",
     ("async", "fsdp"): "both change the same lines",
     ("async", "tools"): "both change the same lines",
-    ("async", "vllm"): "each rank would have an engine, also those that only train; not tried",
-    ("vllm", "top_entropy_tokens"): "its entropy is an estimate from the sampled token",
-    ("vllm", "negative_tokens"): "its entropy is an estimate from the sampled token",
+    ("async", "vllm"): "every rank would start an engine, even a rank that only trains",
+    ("vllm", "top_entropy_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
+    ("vllm", "negative_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add
