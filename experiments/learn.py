@@ -135,12 +135,21 @@ def code(name: str) -> str:
     return block[0] if block else source
 
 
+def line(script: str, pattern: str) -> None:
+    """Print the lines of a script that match a pattern."""
+    print("\n```python", *matches(script, pattern), "```\n", sep="\n")
+
+
+def matches(script: str, pattern: str) -> list[str]:
+    """The lines of a script that match a pattern, without indentation and comment."""
+    return re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(script), re.MULTILINE)
+
+
 def change(a: str, old: str, b: str, new: str) -> None:
     """Print the lines of script a that match a pattern as removed, and those of b as added."""
     print("\n```diff")
     for sign, name, pattern in (("-", a, old), ("+", b, new)):
-        found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
-        print(*(f"{sign} {line}" for line in found), sep="\n")
+        print(*(f"{sign} {found}" for found in matches(name, pattern)), sep="\n")
     print("```\n")
 
 
