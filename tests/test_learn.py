@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SOURCES
+from sync import functions
 
 import reinforce_pp_baseline
 
@@ -75,6 +76,15 @@ def test_a_mistake_is_named_as_printed(code, line, answer, capsys):
     program = with_line(solved(code), line.strip("`")) if line.startswith("`") else solved(code)
     found = answers(program, capsys)
     assert answer in found and found <= {answer, "passed"}
+
+
+def test_the_steps_of_main_are_those_of_reinforce():
+    rows = re.findall(r"^\| (\d) \| (`.*?`) \|", PAGE, re.MULTILINE)
+    steps = re.split(r"^        # (\d)\. ", functions(SOURCES["reinforce"])["main"], flags=re.MULTILINE)[1:]
+    assert [number for number, _ in rows] == steps[::2]
+    for (_, calls), code in zip(rows, steps[1::2]):
+        for name in set(re.findall(r"`(\w+)`", calls)) - {"policy_loss"}:  # which update calls
+            assert f"{name}(" in code
 
 
 def test_the_std_of_a_small_batch_bends_the_gradient():
