@@ -28,14 +28,17 @@ def cases(method: str) -> dict[str, dict]:
     return found
 
 
-def difference(name: str, result, expected, mask) -> float:
-    """The largest difference, relative to the largest expected number; for a loss below 1, the difference."""
+def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
+    """The largest difference, relative to the largest expected number; for a loss below 1, the difference.
+
+    The expected numbers may have been rounded to a unit.
+    """
     result = result.detach() if hasattr(result, "detach") else result  # a tensor of torch
     result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
     if name == "advantages":  # (B, T), or one number for each response
         result, expected = (np.where(mask, x.reshape(len(mask), -1), 0.0) for x in (result, expected))
     scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
-    return float(np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() / scale)
+    return float((np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() - unit / 2) / scale)
 
 
 def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
@@ -53,7 +56,7 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
             if not size <= tolerance:
                 units = {mistake: x[key] for mistake, x in case["mistakes"].items() if key in x}
                 numbers = {mistake: MISTAKE_UNIT * np.array(x) for mistake, x in units.items()}
-                near = {mistake: difference(key, result, x, mask) for mistake, x in numbers.items()}
+                near = {x: difference(key, result, y, mask, MISTAKE_UNIT) for x, y in numbers.items()}
                 names = [mistake for mistake, distance in near.items() if distance <= MISTAKE_TOLERANCE]
                 wrong.append((name, key, size, names))
         for _, key, size, names in wrong:

@@ -21,7 +21,8 @@ from planted import BUGS
 
 import ppo
 
-SHORT, EPOCHS = {"num_iterations": 30}, {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
+SHORT, LONG = {"num_iterations": 30}, {"num_iterations": 60}
+EPOCHS = {"num_iterations": 8, "update_epochs": 8, "learning_rate": 5e-4}
 # Script, flags and a bug of tests/planted.toml, by the name that the page uses
 RUNS = {
     "at the start": ("reinforce", {"num_iterations": 1, "batch_size": 1024, "learning_rate": 0}, ""),
@@ -33,18 +34,19 @@ RUNS = {
     "1/T": ("flash_reinforce", SHORT, ""),
     "clip": ("dr_grpo", EPOCHS, ""),
     "no clip": ("dr_grpo", EPOCHS | {"clip_eps": 1000}, ""),
-    "no KL": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0}, ""),
-    "β = 1": ("reinforce", {"num_iterations": 60, "kl_coef": 1}, ""),
-    "β = 0.3": ("reinforce", {"num_iterations": 60, "kl_coef": 0.3}, ""),
-    "β = 0.1": ("reinforce", {"num_iterations": 60, "kl_coef": 0.1}, ""),
-    "k2 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, ""),
-    "k1 in the loss": ("reinforce_pp_baseline", SHORT | {"kl_coef": 0.3}, "k1 for k2"),
+    "β = 1": ("reinforce", LONG | {"kl_coef": 1}, ""),
+    "β = 0.3": ("reinforce", LONG | {"kl_coef": 0.3}, ""),
+    "β = 0.1": ("reinforce", LONG | {"kl_coef": 0.1}, ""),
+    "no KL": ("reinforce_pp_baseline", LONG | {"kl_coef": 0}, ""),
+    "k1 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, "k1 for k2"),
+    "k2 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, ""),
+    "k3 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, "k3 for k2"),
     "reinforce_pp.py": ("reinforce_pp", SHORT, ""),
     "ppo.py": ("ppo", SHORT, ""),
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
+SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy, and some of its iterations
 KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
@@ -59,7 +61,12 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
     choices = explain.choices(run_dir / "model")
     row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
-    return row | ({"choices": choices} if (script, flags, bug) == SHOWN else {})
+    if (script, flags, bug) == SHOWN:
+        row |= {
+            "choices": choices,
+            "course": {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")},
+        }
+    return row
 
 
 def thinks(folder: Path) -> list[float]:
@@ -95,6 +102,22 @@ def runs(*names: str, **columns: tuple) -> None:
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
+def course(*iterations: int) -> None:
+    """Print score and loss of the first seed at these iterations of the run whose tree the page shows."""
+    values = rows_of("score - mean")[0]["course"]
+    lines = [[f"`{key}`", *(f"{x[i - 1]:.2f}" for i in iterations)] for key, x in values.items()]
+    common.table(["iteration", *map(str, iterations)], lines)
+
+
+def advantages(*scripts: str, scores=(1.0, 0.0, 0.0, 0.0)) -> None:
+    """Print the advantages that scripts give to the responses of one group."""
+    args, lines = explain.Args(scores=scores, lengths=(1,) * len(scores)), []
+    for script in scripts:
+        numbers = explain.explain(args, script)[0][:, 0].tolist()
+        lines.append([f"`{script}`", *(f"{x:.2f}" for x in numbers)])
+    common.table(["advantage", *(f"score {x:g}" for x in scores)], lines)
+
+
 def commands(*names: str) -> None:
     """Print the commands of these runs, with those that plant and remove a bug."""
     lines = []
@@ -112,12 +135,21 @@ def code(name: str) -> str:
     return block[0] if block else source
 
 
+def line(script: str, pattern: str) -> None:
+    """Print the lines of a script that match a pattern."""
+    print("\n```python", *matches(script, pattern), "```\n", sep="\n")
+
+
+def matches(script: str, pattern: str) -> list[str]:
+    """The lines of a script that match a pattern, without indentation and comment."""
+    return re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(script), re.MULTILINE)
+
+
 def change(a: str, old: str, b: str, new: str) -> None:
     """Print the lines of script a that match a pattern as removed, and those of b as added."""
     print("\n```diff")
     for sign, name, pattern in (("-", a, old), ("+", b, new)):
-        found = re.findall(rf"^ +(.*?(?:{pattern}).*?)(?:  #.*)?$", code(name), re.MULTILINE)
-        print(*(f"{sign} {line}" for line in found), sep="\n")
+        print(*(f"{sign} {found}" for found in matches(name, pattern)), sep="\n")
     print("```\n")
 
 

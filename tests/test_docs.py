@@ -49,7 +49,8 @@ def test_a_command_parses(path, words, monkeypatch, tmp_path):
         assert f"\ndef {function}(" in (ROOT / file).read_text()
     name = next(word for word in words if word.endswith(".py"))
     script = ROOT / name
-    made = name.startswith("runs/") or name in ("my_data.py", "methods/mine.py")  # by the reader
+    by_the_reader = ("my_data.py", "methods/mine.py", "conformance/mine.py")
+    made = name.startswith("runs/") or name in by_the_reader
     if name.startswith("variants/") and not script.exists():  # by `make variant`
         parent, *features = script.stem.split("_")
         script = tmp_path / script.name
