@@ -518,6 +518,8 @@ def start_ranks(args):
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
     is_right = args.dtype == "float32" or "mps" not in args.device
     check(is_right, "--dtype bfloat16: on mps use --dtype float32.")
+    # Memory of CUDA that can grow leaves fewer gaps between tensors. It is read when the first one is made.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # No bars and reports about weights; load_model checks what the reports say.

@@ -95,6 +95,14 @@ def test_a_rank_beyond_the_world_is_refused(monkeypatch, capsys):
 
 
 # What a user may change in a run that has begun. Another value of anything else would be another experiment.
+@pytest.mark.parametrize("own", [None, "max_split_size_mb:512"])
+def test_the_allocator_is_set_before_the_first_tensor_unless_the_user_has_set_it(own, monkeypatch):
+    name = "PYTORCH_ALLOC_CONF"
+    monkeypatch.setenv(name, own) if own else monkeypatch.delenv(name, raising=False)
+    grpo.start_ranks(grpo.Args(device="cpu"))
+    assert os.environ[name] == (own or "expandable_segments:True")
+
+
 FREE = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
 FREE |= {"num_iterations", "num_epochs", "micro_batch_size", "gradient_checkpointing"}
 
