@@ -16,6 +16,7 @@ from latex2mathml.converter import convert
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parent.parent
 WEB, WORK, SITE = ROOT / "web", ROOT / ".site", ROOT / "site"
@@ -25,7 +26,16 @@ import sync  # noqa: E402
 PAGES = {"Train it": "train", "Compare": "compare"}  # of web/
 GROUPS = {  # of the navigation; a page of docs/ that is in none comes last
     "Understand": ["bugs", "methods", "exact"],
-    "Use": ["recipes", "metrics", "variants", "patches/index", "stages", "names", "conformance/index", "CONTRIBUTING"],
+    "Use": [
+        "recipes",
+        "metrics",
+        "variants",
+        "patches/index",
+        "stages",
+        "names",
+        "conformance/index",
+        "CONTRIBUTING",
+    ],
     "Evidence": ["results", "sources", "experiments/index"],
 }
 BUTTONS = """[Learn](learn.md){ .md-button } [Train it in your browser](train.md){ .md-button }
@@ -152,8 +162,13 @@ def main() -> None:
     home = WORK / "pages" / "index.md"
     title, claim, rest = home.read_text().split("\n\n", 2)
     home.write_text("\n\n".join([title, claim, BUTTONS, rest]))
+    headings = re.findall(r"^## ((\d+)\. .*)", (ROOT / "docs" / "learn.md").read_text(), re.MULTILINE)
+    lessons = {number: slugify(case="lower")(heading, "-") for heading, number in headings}
     for title, name in PAGES.items():
         body = (WEB / f"{name}.html").read_text().rpartition("<body>\n")[2]
+        body = re.sub(
+            r"\.\./docs/learn\.md#?(\d*)", lambda match: f"learn.html#{lessons.get(match[1], '')}", body
+        )
         head = f"---\ntitle: {title}\nhide: [navigation, toc, footer]\n---\n"
         (WORK / "pages" / f"{name}.md").write_text(head + body)
     for path in [WEB / "site.css", *WEB.glob("*.js")]:
