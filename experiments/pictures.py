@@ -178,11 +178,10 @@ def draw_weights(methods: dict, sizes: tuple[int, ...]):
     p = exact.RATES.tolist()
     for axis, (script, (color, limit)) in zip(axes.flat, methods.items()):
         axis.axhline(1, color=GREY, lw=1)
-        axis.text(1, 0.93, "rloo.py", ha="right", va="top", fontsize=8)
         for k in sizes:
             w = exact.weights(script, k)
             axis.plot(p, w, color=color, alpha=0.4 + 0.1 * math.log2(k))
-            axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="center")
+            axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="bottom")
         axis.plot(p, [limit(x) for x in p], color=color, ls=":")
         axis.text(0.1, 12, "dotted: k → ∞", color=color, fontsize=8)
         left = -0.17 * len(methods)  # room for k
@@ -191,6 +190,7 @@ def draw_weights(methods: dict, sizes: tuple[int, ...]):
         axis.set_ylim(0.4, 40)
         axis.set_yticks((0.5, 1, 2, 4, 8, 16, 32), ("½", "1", "2", "4", "8", "16", "32"))
     axes[0, 0].set_ylabel("weight")
+    axes[0, 0].text(0.5, 0.93, "rloo.py", ha="center", va="top", fontsize=8)
     return figure
 
 
