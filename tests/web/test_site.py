@@ -1,5 +1,6 @@
 """The site, opened from disk in a browser without a network, and its JavaScript against the scripts and the toy."""
 
+import html
 import importlib
 import json
 import re
@@ -212,6 +213,12 @@ def test_the_numbers_of_the_lessons(visit):
             assert NUMBER.sub("", said) == NUMBER.sub("", answer), link
             expected = [float(x) for x in NUMBER.findall(said)]
             assert [float(x) for x in NUMBER.findall(answer)] == pytest.approx(expected, abs=0.011), link
+
+
+def test_learn_links_to_addresses_that_have_a_lesson():
+    links = re.findall(r'href="(#[^"]*)"', html.unescape((ROOT / "web" / "train.html").read_text()))
+    addresses = re.findall(r"train\.html(#[^)]*)\)", (ROOT / "docs" / "learn.md").read_text())
+    assert addresses and {*addresses} <= {*links}
 
 
 def test_the_critic_blames_what_the_lesson_says(visit):
