@@ -130,7 +130,7 @@ def draw_group(script: str):
 
 
 def draw_baseline(count: int = 1000):
-    """The push on `think` in many batches of 128 responses, with three baselines."""
+    """The move of the logit of `think` in many batches of 128 responses, with three baselines."""
     (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
     right = math.prod(path)
     p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
@@ -145,7 +145,7 @@ def draw_baseline(count: int = 1000):
         for part, color in ((sums[sums >= 0], BLUE), (sums[sums < 0], ORANGE)):
             axis.hist(part, bins, color=color)
         axis.set(title=f"b = {b}: mean {sums.mean():.2f}, std {sums.std():.2f}", yticks=[], ylabel="batches")
-    axes[-1].set_xlabel("push on the logit of think")
+    axes[-1].set_xlabel("move of the logit of think")
     return figure
 
 
