@@ -26,16 +26,7 @@ import sync  # noqa: E402
 PAGES = {"Train it": "train", "Compare": "compare"}  # of web/
 GROUPS = {  # of the navigation; a page of docs/ that is in none comes last
     "Understand": ["bugs", "methods", "exact"],
-    "Use": [
-        "recipes",
-        "metrics",
-        "variants",
-        "patches/index",
-        "stages",
-        "names",
-        "conformance/index",
-        "CONTRIBUTING",
-    ],
+    "Use": "recipes metrics variants patches/index stages names conformance/index CONTRIBUTING".split(),
     "Evidence": ["results", "sources", "experiments/index"],
 }
 BUTTONS = """[Learn](learn.md){ .md-button } [Train it in your browser](train.md){ .md-button }
@@ -84,7 +75,8 @@ def write_pages(scripts: dict[str, Path]) -> None:
         if path.suffix == ".png":
             shutil.copy(path, target)
         elif path.suffix == ".md":
-            target.write_text(LINK.sub(link, path.read_text()))
+            text = re.sub("π_(old|ref|θ)", r"π<sub>\1</sub>", path.read_text())
+            target.write_text(LINK.sub(link, text))
         else:
             language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
             head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n"
@@ -113,15 +105,18 @@ def mathml(match: re.Match) -> str:
 def finish(folder: Path) -> None:
     """Edit what zensical has written, where its settings do not reach. A new version of it may need other patterns.
 
-    Formulas become MathML, because a script that draws TeX would come from a network. site.css
-    needs to know which code is a drawing, so that it is not wrapped, and which cells of tables have sentences, so that
-    they are wide enough on a phone. Search results show no formulas. The links of 404.html need a server.
+    Formulas become MathML, because a script that draws TeX would come from a network. A name may be broken after an
+    underscore. site.css needs to know which code is a drawing, so that it is not wrapped, and which cells of tables
+    have sentences, so that they are wide enough on a phone. Search results show no formulas. The links of 404.html
+    need a server.
     """
     tex = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
     drawing = re.compile(r"<pre(?=><span></span><code>[^\n]*[─█])")
     sentences = re.compile(r"<td(?=>.{50,}</td>$)", re.MULTILINE)
+    name = re.compile(r"<code>[^<\n]*</code>")
     for path in folder.rglob("*.html"):
         text = tex.sub(mathml, path.read_text())
+        text = name.sub(lambda match: match[0].replace("_", "_<wbr>"), text)
         path.write_text(sentences.sub('<td class="text"', drawing.sub('<pre class="drawing"', text)))
     for path in folder.glob("search.js*"):
         path.write_text(re.sub(r'\\\\[(\[][^"]*?\\\\[)\]]', "", path.read_text()))
