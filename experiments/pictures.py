@@ -24,7 +24,6 @@ import torch
 import tyro
 from common import ROOT, load
 from matplotlib.colors import LinearSegmentedColormap
-from PIL import Image
 from planted import BUGS
 from plot import BLUE, GREEN, GREY, ORANGE, PINK
 
@@ -49,7 +48,8 @@ STYLE |= {
     "savefig.dpi": 200,
 }
 WIDTH = 4.6  # inches: on a screen of 390 pixels, text of 9 points can still be read
-MOVES = LinearSegmentedColormap.from_list("moves", [ORANGE, "#f7f7f7", BLUE])  # less likely, more likely
+# From less likely to more likely. ORANGE and BLUE are too dark for the black text on them.
+MOVES = LinearSegmentedColormap.from_list("moves", ["#E68A45", "#f7f7f7", "#4C9FD3"])
 
 
 # --- runs whose curves are drawn ---
@@ -78,20 +78,19 @@ RUNS = [
 ]
 
 
-def train() -> None:
-    """Add the rows that are missing in results/curves.jsonl."""
-    cells, keys = [], {}
-    for bug, script, flags, seeds, metrics in RUNS:
-        keys[bug, script, str(flags)] = ["score", *metrics]
-        cells += [{"bug": bug, "script": script, "flags": flags, "seed": seed + 1} for seed in range(seeds)]
+CELLS = [
+    {"bug": bug, "script": script, "flags": flags, "seed": seed}
+    for bug, script, flags, seeds, _ in RUNS
+    for seed in range(1, seeds + 1)
+]
 
-    def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dict:
-        change = BUGS[bug].in_script(script).plant if bug else None
-        given = {"num_iterations": 60, "eval_every": 0} | flags | {"seed": seed}
-        lines = common.train(script, given, run_dir, change)
-        return {key: common.curve(lines, key, 2) for key in keys[bug, script, str(flags)]}
 
-    common.run_all("curves", cells, measure)
+def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dict:
+    [metrics] = [run[4] for run in RUNS if run[:3] == (bug, script, flags)]
+    change = BUGS[bug].in_script(script).plant if bug else None
+    given = {"num_iterations": 60, "eval_every": 0} | flags | {"seed": seed}
+    lines = common.train(script, given, run_dir, change)
+    return {key: common.curve(lines, key, 2) for key in ("score", *metrics)}
 
 
 def curves(bug: str, script: str, flags: dict) -> list[dict]:
@@ -131,7 +130,7 @@ def draw_group(script: str):
 
 
 def draw_baseline(count: int = 1000):
-    """The push on `think` in many batches of 128 responses, with three baselines."""
+    """The move of the logit of `think` in many batches of 128 responses, with three baselines."""
     (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
     right = math.prod(path)
     p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
@@ -146,7 +145,7 @@ def draw_baseline(count: int = 1000):
         for part, color in ((sums[sums >= 0], BLUE), (sums[sums < 0], ORANGE)):
             axis.hist(part, bins, color=color)
         axis.set(title=f"b = {b}: mean {sums.mean():.2f}, std {sums.std():.2f}", yticks=[], ylabel="batches")
-    axes[-1].set_xlabel("push on the logit of think")
+    axes[-1].set_xlabel("move of the logit of think")
     return figure
 
 
@@ -174,28 +173,29 @@ def draw_clip():
 
 
 def draw_weights(methods: dict, sizes: tuple[int, ...]):
-    """The weight of a prompt against its pass rate; methods: color, and what large groups come to."""
+    """The weight of a prompt against its pass rate; methods: color, and the weight in a group without end."""
     figure, axes = plt.subplots(1, len(methods), figsize=(WIDTH, 2.8), sharey=True, squeeze=False)
     p = exact.RATES.tolist()
-    for axis, (script, (color, limit, name)) in zip(axes.flat, methods.items()):
+    for axis, (script, (color, limit)) in zip(axes.flat, methods.items()):
         axis.axhline(1, color=GREY, lw=1)
-        axis.text(1, 0.93, "rloo.py", ha="right", va="top", fontsize=8)
         for k in sizes:
             w = exact.weights(script, k)
             axis.plot(p, w, color=color, alpha=0.4 + 0.1 * math.log2(k))
-            axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="center")
+            axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="bottom")
         axis.plot(p, [limit(x) for x in p], color=color, ls=":")
-        axis.text(0.1, 12, f"dotted: {name}", color=color, fontsize=8)
-        axis.set(title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(-0.35, 1))
+        axis.text(0.1, 12, "dotted: k → ∞", color=color, fontsize=8)
+        left = -0.17 * len(methods)  # room for k
+        axis.set(title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(left, 1))
         axis.set_yscale("log", base=2)
         axis.set_ylim(0.4, 40)
         axis.set_yticks((0.5, 1, 2, 4, 8, 16, 32), ("½", "1", "2", "4", "8", "16", "32"))
     axes[0, 0].set_ylabel("weight")
+    axes[0, 0].text(0.5, 0.93, "rloo.py", ha="center", va="top", fontsize=8)
     return figure
 
 
-STD = (PINK, lambda p: 0.5 / math.sqrt(p * (1 - p)), "k → ∞")
-MEAN = (GREEN, lambda p: 0.5 / p, "k → ∞")
+STD = (PINK, lambda p: 0.5 / math.sqrt(p * (1 - p)))
+MEAN = (GREEN, lambda p: 0.5 / p)
 
 
 def draw_lengths(pace: float = 0.1):
@@ -234,7 +234,7 @@ def draw_hacking():
     """Score by the reward model, true accuracy and KL of reinforce_pp.py with three betas."""
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 5), sharex=True)
     rows = [row for row in load("hacking") if "kl curve" in row]
-    for row, color, beta in zip(rows, (ORANGE, GREY, BLUE), ("0", "0.05", "1")):
+    for row, color, beta in zip(rows, (PINK, GREY, GREEN), ("0", "0.05", "1")):
         for axis, key, step in zip(axes, ("score curve", "greedy 2-5 curve", "kl curve"), (1, 5, 1)):
             draw_curve(axis, row[key], step, color=color, label=f"β = {beta}")
     axes[0].set_title("score, by the reward model")
@@ -252,14 +252,14 @@ def draw_metrics():
     hacked = next(row for row in load("hacking") if "kl curve" in row)
     hacked = {"score": hacked["score curve"], "accuracy": hacked["greedy 2-5 curve"]}
     panels = {  # run, second metric, and the places of the two labels
-        "healthy": (healthy, "equal_groups", (22, 1.03), (33, 0.4)),
+        "healthy": (healthy, "equal_groups", (22, 1.03), (28, 0.22)),
         "every response scores 0": (no_reward, "equal_groups", (22, 0.05), (22, 0.87)),
         "learning rate too high": (fast, "entropy", (30, 0.27), (30, 1.2)),
         "reward hacking": (hacked, "accuracy", (45, 1.42), (32, 0.62)),
     }
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 3.8))
     for axis, (title, (run, other, *places)) in zip(axes.flat, panels.items()):
-        for key, color, place in zip(("score", other), (BLUE, ORANGE), places):
+        for key, color, place in zip(("score", other), (GREEN, PINK), places):
             draw_curve(axis, run[key], 5 if key == "accuracy" else 1, color=color)
             axis.text(*place, key, color=color)
         axis.set(title=title, ylim=(0, 1.15), xlim=(0, None))
@@ -339,15 +339,14 @@ def save(name: str, folder: Path, **smaller) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         figure = PICTURES[name](**smaller)
-        figure.savefig(path, transparent=True)
+        figure.savefig(path, transparent=True, metadata={"Software": None})
         plt.close(figure)
-    Image.open(path).quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True, dpi=(200, 200))
     return path
 
 
 def main(command: tyro.conf.Positional[Literal["draw", "train"]] = "draw") -> None:
     if command == "train":
-        return train()
+        return common.run_all("curves", CELLS, measure)
     for name in PICTURES:
         print(save(name, ROOT / "docs").relative_to(ROOT), flush=True)
 

@@ -16,17 +16,23 @@ from latex2mathml.converter import convert
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parent.parent
 WEB, WORK, SITE = ROOT / "web", ROOT / ".site", ROOT / "site"
 sys.path.append(str(ROOT / "tools"))
 import sync  # noqa: E402
 
-GUIDE = "bugs metrics exact methods variants stages recipes results names".split()  # then the others
-PAGES = {"Compare": "compare", "Train it": "train"}  # of web/
+PAGES = {"Train it": "train", "Compare": "compare"}  # of web/
+GROUPS = {  # of the navigation; a page of docs/ that is in none comes last
+    "Understand": ["bugs", "methods", "exact"],
+    "Use": "recipes metrics variants patches/index stages names conformance/index CONTRIBUTING".split(),
+    "Evidence": ["results", "sources", "experiments/index"],
+}
+BUTTONS = """[Learn](learn.md){ .md-button } [Train it in your browser](train.md){ .md-button }
+[Compare two scripts](compare.md){ .md-button }"""  # of the first page
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")  # the file in [text](file#anchor)
 HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)  # of git diff
-TEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def hunks(a: Path, b: Path) -> list[list[int]]:
@@ -69,7 +75,8 @@ def write_pages(scripts: dict[str, Path]) -> None:
         if path.suffix == ".png":
             shutil.copy(path, target)
         elif path.suffix == ".md":
-            target.write_text(LINK.sub(link, path.read_text()))
+            text = re.sub("π_(old|ref|θ)", r"π<sub>\1</sub>", path.read_text())
+            target.write_text(LINK.sub(link, text))
         else:
             language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
             head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n"
@@ -78,19 +85,42 @@ def write_pages(scripts: dict[str, Path]) -> None:
 
 def write_settings() -> None:
     """web/zensical.yml with the navigation."""
-    pages = sorted({path.stem for path in ROOT.glob("docs/*.md")} - {"learn", *GUIDE})
-    guide = [f"{name}.md" for name in [*GUIDE, *pages] if (ROOT / "docs" / f"{name}.md").exists()]
     nav = [{title: f"{name}.md"} for title, name in [("Home", "index"), ("Learn", "learn"), *PAGES.items()]]
-    nav.append({"Guide": [*guide, "CONTRIBUTING.md"]})
+    others = {path.stem for path in ROOT.glob("docs/*.md")}.difference(["learn"], *GROUPS.values())
+    for title, names in GROUPS.items():
+        nav.append({title: [f"{name}.md" for name in names]})
+    nav[-1]["Evidence"] += [f"{name}.md" for name in sorted(others)]
     (WORK / "zensical.yml").write_text(f"{(WEB / 'zensical.yml').read_text()}nav: {json.dumps(nav)}\n")
 
 
 def mathml(match: re.Match) -> str:
     tag, tex = match[1], html.unescape(match[2])
+    tex = re.sub(r"_\{([a-z]{2,})\}", r"_{\\mathrm{\1}}", tex)  # seq is a word, not s times e times q
     result = convert(tex, display="block" if tag == "div" else "inline")
     if "\\" in result:
         raise ValueError(f"latex2mathml does not know a command of {tex}")
     return f'<{tag} class="math">{result}</{tag}>'
+
+
+def finish(folder: Path) -> None:
+    """Edit what zensical has written, where its settings do not reach. A new version of it may need other patterns.
+
+    Formulas become MathML, because a script that draws TeX would come from a network. A name may be broken after an
+    underscore. site.css needs to know which code is a drawing, so that it is not wrapped, and which cells of tables
+    have sentences, so that they are wide enough on a phone. Search results show no formulas. The links of 404.html
+    need a server.
+    """
+    tex = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+    drawing = re.compile(r"<pre(?=><span></span><code>[^\n]*[─█])")
+    sentences = re.compile(r"<td(?=>.{50,}</td>$)", re.MULTILINE)
+    name = re.compile(r"<code>[^<\n]*</code>")
+    for path in folder.rglob("*.html"):
+        text = tex.sub(mathml, path.read_text())
+        text = name.sub(lambda match: match[0].replace("_", "_<wbr>"), text)
+        path.write_text(sentences.sub('<td class="text"', drawing.sub('<pre class="drawing"', text)))
+    for path in folder.glob("search.js*"):
+        path.write_text(re.sub(r'\\\\[(\[][^"]*?\\\\[)\]]', "", path.read_text()))
+    (folder / "404.html").unlink()
 
 
 def write_data(scripts: dict[str, Path]) -> None:
@@ -124,8 +154,16 @@ def main() -> None:
     readme = (ROOT / "README.md").read_text()
     scripts = dict(sorted(sync.paths().items(), key=lambda item: readme.find(f"| [`{item[0]}.py`]")))
     write_pages(scripts)
+    home = WORK / "pages" / "index.md"
+    title, claim, rest = home.read_text().split("\n\n", 2)
+    home.write_text("\n\n".join([title, claim, BUTTONS, rest]))
+    headings = re.findall(r"^## ((\d+)\. .*)", (ROOT / "docs" / "learn.md").read_text(), re.MULTILINE)
+    lessons = {number: slugify(case="lower")(heading, "-") for heading, number in headings}
     for title, name in PAGES.items():
         body = (WEB / f"{name}.html").read_text().rpartition("<body>\n")[2]
+        body = re.sub(
+            r"\.\./docs/learn\.md#?(\d*)", lambda match: f"learn.html#{lessons.get(match[1], '')}", body
+        )
         head = f"---\ntitle: {title}\nhide: [navigation, toc, footer]\n---\n"
         (WORK / "pages" / f"{name}.md").write_text(head + body)
     for path in [WEB / "site.css", *WEB.glob("*.js")]:
@@ -134,11 +172,7 @@ def main() -> None:
     write_settings()
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", WORK / "zensical.yml"]
     subprocess.run(command, check=True)
-    for path in (WORK / "html").rglob("*.html"):
-        path.write_text(TEX.sub(mathml, path.read_text()))
-    for path in (WORK / "html").glob("search.js*"):  # it shows no formulas
-        path.write_text(re.sub(r'\\\\[(\[][^"]*?\\\\[)\]]', "", path.read_text()))
-    (WORK / "html" / "404.html").unlink()  # its links are a server's
+    finish(WORK / "html")
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.move(WORK / "html", SITE)
     print(f"open {SITE / 'index.html'}")

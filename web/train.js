@@ -1,8 +1,7 @@
 // The page Train it: a policy that is a tree of choices, those of tree.js, trained in the browser by estimators.js.
 //
-// The address holds what differs from the page's defaults: train.html#method=grpo&k=4&rate=3. Names and values are
-// those of the controls in train.html (method, bug, prompts, k, rate, beta, steps, right, seed, colour); run=30 trains
-// 30 rollouts at once. The lessons at the end of train.html are such addresses; docs/learn.md links them.
+// The address contains what differs from the page's defaults, train.html#method=grpo&k=4&rate=3, in the order of the
+// controls in train.html. run=30 trains 30 rollouts at once. Lessons are such addresses, and docs/learn.md links them.
 
 // --- the policy: a list of the logits of all choices ----------------------------------------------------------
 
@@ -62,6 +61,7 @@ function exact(prompts, policy) {
   return {
     think: over(({ isGuess }) => (isGuess ? 0 : 1)),
     lucky: over(({ isGuess, score }) => (isGuess ? score : 0)),
+    wrong: over(({ isGuess, score }) => (isGuess ? 1 - score : 0)),
     accuracy: over(({ score }) => score),
     greedy: mean(prompts.map((prompt) => greedyScore(prompt, policy))),
     distance: over(({ tokens }) => logProbOf(tokens, policy) - logProbOf(tokens, START)), // KL
@@ -203,13 +203,15 @@ function begin() {
   twin = settings.bug == "none" ? null : newRun({ ...settings, bug: "none" });
   waiting = 0;
   for (const name of ["method", "bug"]) $(`${name}-says`).textContent = control(name).selectedOptions[0].title;
-  $("answer").hidden = !twin;
-  $("answer").open = false;
+  Object.assign($("answer"), { hidden: !twin, open: false });
   draw();
 }
 
-/** The settings of the address; the page's own where it has none. */
+/** The settings of the address, the page's own where it has none, and the lesson that has this address. */
 function load() {
+  const plain = ({ hash }) => hash.replace(/&?run=\d+$/, "") || "#"; // training does not leave the lesson
+  const link = [...$("lessons").querySelectorAll("a")].find((x) => plain(x) == plain(location));
+  $("lesson").innerHTML = link?.closest("#lessons > li").innerHTML ?? "";
   const wanted = new URLSearchParams(location.hash.slice(1));
   for (const element of controls) element.value = wanted.get(element.name) ?? element.dataset.start;
   begin();
@@ -218,9 +220,9 @@ function load() {
 }
 
 /** A policy as bands in SVG, each as wide as the probability p of its tokens; a ghost has neither words nor numbers. */
-function bandsOf({ responses }, policy, isGhost) {
-  let html = "";
+function bandsOf({ prompt, responses }, policy, isGhost) {
   const write = (x, y, text, kind = "") => `<text x="${x}" y="${y}" class="${kind}">${text}</text>`;
+  let html = isGhost ? "" : write(56, 120, prompt);
   /** From the upper edge at fromY to the upper edge at toY. Returns the width. */
   function band(kind, tokens, fromX, fromY, x, toY, label) {
     const [p, start] = [policy, START].map((from) => Math.exp(logProbOf(tokens, from)));
@@ -264,7 +266,7 @@ function drawRollout() {
       const [size, value] = [sizes[i][t], run.values.get(tokens[t - 1] ?? prompt)];
       const kind = clipped[i][t] ? "cut" : size > 0 ? "up" : "down";
       const critic = value == null ? "" : `, the critic's value before it ${shown(value)}`;
-      const says = `${token.text}: probability ${chance(token).toFixed(4)}, colour ${shown(size)}${critic}`;
+      const says = `${token.text}: probability ${chance(token).toFixed(4)}, color ${shown(size)}${critic}`;
       const part = `--part: ${Math.round((100 * Math.abs(size)) / largest)}%`;
       return `<i class="${kind}" style="${part}" tabindex="-1" data-says="${says}">${token.text}</i>`;
     });
@@ -281,13 +283,13 @@ function drawRollout() {
 function drawCurves() {
   const logs = [(twin ?? before)?.log ?? [], run.log];
   const longest = Math.max(101, ...logs.map((log) => log.length));
-  for (const figure of $("curves").querySelectorAll("figure")) {
+  for (const figure of $("train").querySelectorAll("figure")) {
     const { keys, top } = figure.dataset;
     const valuesOf = (log, key) => log.map((entry) => entry[key]).filter((x) => x != null); // none before the step
     const series = logs.map((log) => keys.split(" ").map((key) => valuesOf(log, key)));
     const [low, high] = [Math.min(0, ...series.flat(2)), Math.max(top, ...series.flat(2))];
     const point = (x, n) => `${(100 * n) / (longest - 1)},${48 - (46 * (x - low)) / (high - low)}`;
-    const line = (kind) => (xs, n) => `<polyline class="${"ab"[n]} ${kind}" points="${xs.map(point).join(" ")}"/>`;
+    const line = (kind) => (xs, n) => `<polyline class="${"abc"[n]} ${kind}" points="${xs.map(point).join(" ")}"/>`;
     figure.querySelector("svg").innerHTML = [...series[0].map(line("grey")), ...series[1].map(line(""))].join("");
     figure.querySelector("figcaption").dataset.high = shown(high);
     figure.querySelectorAll("output").forEach((output, n) => (output.textContent = shown(series[1][n].at(-1))));
@@ -310,6 +312,7 @@ function draw() {
   if (waiting) return; // browsers limit how often an address may change
   const changed = controls.filter(({ value, dataset }) => value != dataset.start);
   const parts = changed.map(({ name, value }) => `${name}=${value}`);
+  $("changed").textContent = parts.join(", ");
   if (run.log.length > 1) parts.push(`run=${run.log.length - 1}`);
   history.replaceState(null, "", `#${parts.join("&")}`);
 }
@@ -325,10 +328,11 @@ async function trySeeds() {
     await new Promise((done) => setTimeout(done));
     if (run.settings != settings) return; // others were chosen
   }
-  const [think, lucky] = ["think", "lucky"].map((key) => ends.filter((end) => end[key] > 0.5).length);
-  const all = ends.map(({ accuracy }) => accuracy);
-  const range = `${shown(mean(all))} (${shown(Math.min(...all))} to ${shown(Math.max(...all))})`;
-  say((summary = `20 seeds: thinking wins ${think} times, the lucky guess ${lucky}; accuracy ${range}`));
+  const range = (xs) => `${mean(xs).toFixed(2)} (${Math.min(...xs).toFixed(2)} to ${Math.max(...xs).toFixed(2)})`;
+  const [think, accuracy] = ["think", "accuracy"].map((key) => range(ends.map((end) => end[key])));
+  const most = (key) => ends.filter((end) => end[key] == Math.max(end.think, end.lucky, end.wrong)).length;
+  const ways = `${most("think")} think, ${most("lucky")} guess right, ${most("wrong")} guess wrong`;
+  say((summary = `P(think) ${think}, accuracy ${accuracy}, ${ways}`));
 }
 
 for (const element of controls) element.dataset.start = element.value;
@@ -348,6 +352,5 @@ $("train").onkeydown = (event) => {
   const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (way && all.length) all[(all.indexOf(event.target) + way + all.length) % all.length].focus();
 };
-$("settings").open = innerWidth > 900;
 addEventListener("hashchange", load);
 load();

@@ -1,5 +1,6 @@
 """The site, opened from disk in a browser without a network, and its JavaScript against the scripts and the toy."""
 
+import html
 import importlib
 import json
 import re
@@ -35,6 +36,19 @@ GRADIENTS = """() => { // of score - 0.3 KL, on a policy that has moved: by diff
         gradient(rollout, weights, policy).forEach((x, n) => (found[n] += chance(a) * chance(b) * x));
     }
     return [found, policy.map((_, n) => (at(n, 1e-5) - at(n, -1e-5)) / 2e-5)]; }"""
+
+PUSHES = """() => { // on the tokens of the response that thinks and is wrong
+    const i = run.rollout.findIndex(({ isGuess, score }) => !isGuess && !score);
+    return run.rollout[i].tokens.map(({ text }, t) => [text, pushes(run).weights[i][t]]); }"""
+CONTRASTS = """() => [...document.querySelectorAll("#rows i")].map((token) => {
+    const { color, backgroundColor } = getComputedStyle(token);
+    const [high, low] = [color, backgroundColor].map((text) => {
+        const parts = text.match(/[\\d.]+/g).slice(0, 3).map((x) => (text.startsWith("color") ? Number(x) : x / 255));
+        const [r, g, b] = parts.map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    }).sort((a, b) => b - a);
+    return high / low; })"""
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +199,50 @@ def test_the_tree_is_that_of_the_toy():
     assert [float(x) for x in number.findall(written)] == pytest.approx(expected, abs=1e-6)
 
 
-ENDS = {"": 0.97, "method=dr_grpo&right=0.1": 0.58, "method=grpo&prompts=4&bug=axis": 0.61}
+def test_the_numbers_of_the_lessons(visit):
+    """Each link of a question has its line in the answer: what the button 20 seeds says at this address."""
+    page = visit("train.html")
+    for lesson in page.locator("#lessons > li").all():
+        links = [link.get_attribute("href") for link in lesson.locator("a[href^='#']").all()]
+        answers = lesson.locator("q").all_text_contents()
+        assert len(answers) in (0, len(links))
+        for link, answer in zip(links, answers):
+            page.goto(f"{SITE.as_uri()}/train.html{link}")
+            page.evaluate("(load(), trySeeds())")
+            said = page.inner_text("#said")
+            assert NUMBER.sub("", said) == NUMBER.sub("", answer), link
+            expected = [float(x) for x in NUMBER.findall(said)]
+            assert [float(x) for x in NUMBER.findall(answer)] == pytest.approx(expected, abs=0.011), link
 
 
-@pytest.mark.parametrize("address", ENDS)
-def test_an_address_trains_as_a_lesson_says(address, visit):
-    """P(think) after 100 rollouts."""
-    page = visit(f"train.html#{address}&run=100")
-    assert page.evaluate("run.log[100].think") == pytest.approx(ENDS[address], abs=0.03)
-    assert page.url.endswith("run=100")
+def test_learn_links_to_addresses_that_have_a_lesson():
+    links = re.findall(r'href="(#[^"]*)"', html.unescape((ROOT / "web" / "train.html").read_text()))
+    addresses = re.findall(r"train\.html(#[^)]*)\)", (ROOT / "docs" / "learn.md").read_text())
+    assert addresses and {*addresses} <= {*links}
+
+
+def test_the_critic_blames_what_the_lesson_says(visit):
+    """The pushes on a wrong response after 30 rollouts, with ppo and with reinforce_pp."""
+    page = visit("train.html#method=ppo&run=30")
+    assert page.url.endswith("run=30")
+    answer = page.locator("#lesson details").text_content().replace("\N{MINUS SIGN}", "-")
+    pushes = page.evaluate(PUSHES)
+    slip = [token for token, _ in pushes].index("9")
+    assert pushes[slip][1] == min(push for _, push in pushes)
+    numbers = {round(pushes[place][1], 3) for place in (slip, 0, slip + 1, -1)}
+    page.goto(f"{SITE.as_uri()}/train.html#method=reinforce_pp&seed=2&run=30")
+    page.evaluate("load()")
+    numbers |= {round(push, 2) for _, push in page.evaluate(PUSHES)}
+    assert {float(x) for x in re.findall(r"-?0\.\d+", answer)} == numbers
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tokens_can_be_read_on_their_colors(scheme, visit):
+    """The contrast that WCAG asks for, 4.5."""
+    for address in ("train.html", "../web/train.html"):
+        page = visit(address)
+        page.emulate_media(color_scheme=scheme)
+        assert min(page.evaluate(CONTRASTS)) > 4.5
 
 
 def test_buttons_keys_and_the_links_of_lessons(visit):
@@ -203,9 +252,15 @@ def test_buttons_keys_and_the_links_of_lessons(visit):
     page.focus("#rows")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#said").startswith("think: probability")
-    for link in page.locator("#lessons a").all():
+    assert page.get_attribute("#settings", "open") is None
+    for link in page.locator("#lessons a[href^='#']").all():
         link.click()
+        playwright.expect(page.locator("#lesson")).to_contain_text(link.inner_text())
         for part in filter(None, link.get_attribute("href")[1:].split("&")):
             name, value = part.split("=")
             if name != "run":  # the page reads its address a moment after the click
                 playwright.expect(page.locator(f"[name={name}]")).to_have_value(value)
+        text = page.inner_text("#lesson")
+        page.evaluate("(both(iterate), draw())")
+        page.reload()
+        assert page.inner_text("#lesson") == text
