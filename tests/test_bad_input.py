@@ -32,6 +32,7 @@ def leaves(completions, **columns): raise SystemExit
 def none(completions, **columns): return [None] * len(completions)
 def generator(completions, **columns): return (1.0 for _ in completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
+def one_argument(completions): return [1.0] * len(completions)
 """
 
 
@@ -125,6 +126,7 @@ CASES = {
     "several outputs": ("--reward {bad}/two_labels", "--reward", "a head for one score"),
     "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
 }
+AT_THE_FIRST_ROLLOUT = ("number of scores", "no scores", "a generator", "reward model too short")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,7 +136,7 @@ def test_refused(case, bad, tmp_path, capsys):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     said = refused(capsys, run, "grpo", **flags | pairs)
     assert all(words in said for words in expected), said
-    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert (tmp_path / "run").exists() == (case in AT_THE_FIRST_ROLLOUT)
 
 
 def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path):
@@ -157,9 +159,13 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
 
 
 def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
+    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     with pytest.raises(KeyError, match="asleep") as caught:
-        run("grpo", dataset=bad / "good.jsonl", run_dir=tmp_path / "one", reward=f"{bad}/reward.py:raises")
+        run("grpo", **flags, reward=f"{bad}/reward.py:raises")
     assert caught.traceback[-1].name == "raises"
+    with pytest.raises(TypeError) as caught:
+        run("grpo", **flags, reward=f"{bad}/reward.py:one_argument")
+    assert "is called with prompts, completions" in caught.value.__notes__[0]
 
 
 def test_ranks_that_differ(tmp_path, monkeypatch, capsys):
