@@ -1,14 +1,12 @@
 """Bad input gets one line that names the flag or the file and the remedy, and exit code 2."""
 
 import json
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, launch, words_of, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
@@ -140,8 +138,9 @@ def test_refused(case, bad, tmp_path, capsys):
 
 
 def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path):
-    command = f"{sys.executable} grpo.py --run_dir {tmp_path}/run --reward {bad}/reward.py:leaves".split()
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    flags = {"run_dir": tmp_path / "run", "reward": f"{bad}/reward.py:leaves"}
+    flags |= {"batch_size": 16, "max_response_length": 2}
+    ended = launch("grpo.py", *words_of(**flags), cwd=ROOT, check=False)
     assert ended.returncode == 1 and "called sys.exit" in ended.stderr.splitlines()[-1]
 
 
