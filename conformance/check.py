@@ -37,6 +37,8 @@ def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
     result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
     if name == "advantages":  # (B, T), or one number for each response
         result, expected = (np.where(mask, x.reshape(len(mask), -1), 0.0) for x in (result, expected))
+    elif expected.ndim < result.ndim:  # the gradient of a mistake, one number for all tokens of a response
+        expected = expected[:, None] * mask
     scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
     return float((np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() - unit / 2) / scale)
 
@@ -47,10 +49,8 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
     for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
         mask, wrong, results = inputs["response_mask"].copy(), [], function(inputs)
         if not isinstance(results, dict) or not results or results.keys() - case["expected"].keys():
-            names = ", ".join(case["expected"])
-            raise ValueError(
-                f"{method}: the function returned {results!r:.80}; return a dict with any of {names}"
-            )
+            remedy = f"return a dict with any of {', '.join(case['expected'])}"
+            raise ValueError(f"{method}: the function returned {results!r:.80}; {remedy}")
         for key, result in results.items():
             size = difference(key, result, case["expected"][key], mask)
             if not size <= tolerance:

@@ -101,9 +101,11 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
     results |= {mistake: compute(functions, method, case) for mistake, functions in wrong.items()}
     for mistake, result in results.items():
         sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
-        peaks = [max(row, key=abs) for row in result.get("advantages", [])]
-        if peaks and result["advantages"] == [[x * m for m in row] for x, row in zip(peaks, mask)]:
-            result["advantages"] = peaks  # one for each response is shorter
+        for key in result.keys() - {"loss"}:
+            rows = [row for row in result[key] if isinstance(row, list)]  # in reward_model there are none
+            peaks = [max(row, key=abs) for row in rows]
+            if rows and rows == [[x * m for m in row] for x, row in zip(peaks, mask)]:
+                result[key] = peaks  # one for each response is shorter
         if max(sizes.values()) > 1e-4:
             differ = {key: x for key, x in result.items() if sizes[key] > 1e-9}
             mistakes[mistake] = {key: rounded(x, 0, 1e-6) for key, x in differ.items()}
@@ -113,9 +115,8 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
 
 def two_of(cases: list[dict]) -> list[dict]:
     """The two cases that together have the most mistakes."""
-    return max(
-        map(list, combinations(cases, 2)), key=lambda pair: len(pair[0]["mistakes"] | pair[1]["mistakes"])
-    )
+    pairs = map(list, combinations(cases, 2))
+    return max(pairs, key=lambda pair: len(pair[0]["mistakes"] | pair[1]["mistakes"]))
 
 
 if __name__ == "__main__":

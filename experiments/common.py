@@ -1,8 +1,8 @@
 """What the experiments share: rows of results, runs of scripts, Markdown tables.
 
 An experiment is a list of cells, dicts such as {"script": "grpo", "seed": 1}, and a function that measures one.
-`run_all` adds a row for each cell to results/<name>.jsonl: the cell, what made it, and the numbers. An interrupted
-experiment resumes. The pages print tables of these rows in blocks that cog fills (`make tables`).
+`run_all` adds a row for each cell to results/<name>.jsonl: the cell and the numbers. The line above a group of rows
+says what made them. An interrupted experiment resumes. The pages print tables of the rows in blocks that cog fills.
 """
 
 import dataclasses
@@ -34,9 +34,29 @@ from plot import read_jsonl  # noqa: E402
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
 
 
+MADE = ("commit", "date", "machine", "versions")
+
+
 def load(name: str) -> list[dict]:
-    """The rows of a result file."""
-    return read_jsonl(RESULTS / f"{name}.jsonl")
+    """The rows of a result file, each with what made it."""
+    rows, made = [], {}
+    for line in read_jsonl(RESULTS / f"{name}.jsonl"):
+        if "commit" in line:
+            made = line
+        else:
+            rows.append(made | line)
+    return rows
+
+
+def save(name: str, rows: list[dict]) -> None:
+    """Write the rows, and what made them once above each group."""
+    lines, above = [], {}
+    for row in rows:
+        made = {key: row[key] for key in MADE}
+        lines += [made] * (made != above) + [{key: x for key, x in row.items() if key not in MADE}]
+        above = made
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    (RESULTS / f"{name}.jsonl").write_text(text)
 
 
 # --- what made a row ---
@@ -123,8 +143,7 @@ def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -
     with ThreadPoolExecutor(workers) as pool:
         for cell, row in zip(missing, pool.map(run, missing)):
             rows.append(row)
-            text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in sorted(rows, key=cell_of))
-            (RESULTS / f"{name}.jsonl").write_text(text)
+            save(name, sorted(rows, key=cell_of))
             print(*cell.values(), flush=True)
 
 

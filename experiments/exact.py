@@ -238,9 +238,8 @@ def measure_kl(run_dir, vocabulary: int, depth: int, way: str, term: str, count:
 def kl_of_terms() -> dict[str, tuple]:
     """For each term, over the families at each of KLS: cosines, and noise relative to k2 in the loss."""
     found = {term: ([], []) for term in TERMS}
-    for family in group_by(
-        load("exact_kl"), lambda row: (row["vocabulary"], row["depth"], row["way"])
-    ).values():
+    families = group_by(load("exact_kl"), lambda row: (row["vocabulary"], row["depth"], row["way"]))
+    for family in families.values():
         of = {row["term"]: row for row in family}
         for term, (cosines, noises) in found.items():
             cosines.append(of[term]["cosine"])

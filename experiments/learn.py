@@ -57,8 +57,7 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     given = flags | {"seed": seed, "eval_every": 0}  # evaluations do not change the training
     lines = common.train(script, given, run_dir, BUGS[bug].plant if bug else None)
     curves = {key: common.curve(lines, key, 6) for key in KEYS}
-    n = max(1, len(lines) // 3)
-    row = {key: [round(mean(part), 4) for part in (x[:n], x[-n:])] for key, x in curves.items() if x}
+    row = {key: thirds(x) for key, x in curves.items() if x}
     choices = explain.choices(run_dir / "model")
     row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
     if (script, flags, bug) == SHOWN:
@@ -67,6 +66,12 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
             "course": {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")},
         }
     return row
+
+
+def thirds(values: list[float]) -> list[float]:
+    """The mean of the first third, and of the last."""
+    n = max(1, len(values) // 3)
+    return [round(mean(part), 4) for part in (values[:n], values[-n:])]
 
 
 def thinks(folder: Path) -> list[float]:

@@ -106,11 +106,9 @@ def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> d
     lines = train(script, flags, run_dir, experiment.change)
     run = {key.replace("eval/score/", "greedy "): curve(lines, key) for key in lines[-1]}
     row = {head: round(number(run), 6) for head, number in experiment.columns.items()}
-    if script != experiment.drawn:
-        return row
-    return row | {
-        f"{key} curve": [float(f"{x:.3g}") for x in run[key]] for key in ("score", "kl", "greedy 2-5")
-    }
+    for key in ("score", "kl", "greedy 2-5") if script == experiment.drawn else ():
+        row[f"{key} curve"] = [float(f"{x:.3g}") for x in run[key]]
+    return row
 
 
 def table(name: str) -> None:

@@ -111,17 +111,13 @@ def main(words: list[str]) -> int:
         print(f"error: no bug is named {name!r}. python tests/planted.py --all lists them.", file=sys.stderr)
         return 2
     path = BUGS[name].path().relative_to(ROOT)
-    state = subprocess.run(
-        ["git", "status", "--porcelain", "--", path], cwd=ROOT, capture_output=True, text=True
-    )
-    if state.returncode:
-        print("error: this folder is no git repository, so nothing could undo the bug.", file=sys.stderr)
-        return 2
-    if state.stdout:
-        print(
-            f"error: {path} has changes that git restore would discard, too. Commit them first.",
-            file=sys.stderr,
-        )
+    command = ["git", "status", "--porcelain", "--", path]
+    state = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if state.returncode or state.stdout:
+        reason = f"{path} has changes that git restore would discard, too. Commit them first."
+        if state.returncode:
+            reason = "this folder is no git repository, so nothing could undo the bug."
+        print(f"error: {reason}", file=sys.stderr)
         return 2
     print(*BUGS[name].change(), sep="\n")
     BUGS[name].plant_in(ROOT)

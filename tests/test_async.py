@@ -85,6 +85,8 @@ def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
     _, *metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["staleness"] for line in metrics] == [0, 1, 2, 2, 2]
     assert 0 < max(line["rejected"] for line in metrics) < 1
+    assert train(script, 2, tmp_path / "run", staleness=2, num_iterations=7) == [0, 0]  # resumed
+    assert [line["staleness"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")[6:]] == [0, 1]
 
 
 @pytest.mark.parametrize("rank, function", [(0, "optimizer_step"), (1, "generate")])
@@ -97,10 +99,12 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
 
 
 def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
-    for ranks, reason in (
-        (1, "SAMPLER_RANKS=1: Start these and one or more to train with torchrun"),
-        (4, "--batch_size 128: cannot be divided evenly (1 samples per prompt, 1 minibatches, 3 + 1 ranks)"),
+    parts = "--batch_size 128: cannot be divided evenly (1 samples per prompt, 1 minibatches, "
+    for trainers, samplers, reason in (
+        (0, 1, "SAMPLER_RANKS=1: Start these and one or more to train with torchrun"),
+        (3, 1, f"{parts}3 + 1 ranks)"),
+        (1, 3, f"{parts}1 + 3 ranks)"),
     ):
-        monkeypatch.setattr(script, "TRAINERS", range(ranks - 1))
-        monkeypatch.setattr(script, "SAMPLERS", range(ranks - 1, ranks))
+        monkeypatch.setattr(script, "TRAINERS", range(trainers))
+        monkeypatch.setattr(script, "SAMPLERS", range(trainers, trainers + samplers))
         assert reason in refused(capsys, script.check_args, script.Args(batch_size=128))

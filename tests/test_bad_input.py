@@ -1,14 +1,12 @@
 """Bad input gets one line that names the flag or the file and the remedy, and exit code 2."""
 
 import json
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, launch, words_of, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
@@ -32,6 +30,7 @@ def leaves(completions, **columns): raise SystemExit
 def none(completions, **columns): return [None] * len(completions)
 def generator(completions, **columns): return (1.0 for _ in completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
+def one_argument(completions): return [1.0] * len(completions)
 """
 
 
@@ -125,6 +124,7 @@ CASES = {
     "several outputs": ("--reward {bad}/two_labels", "--reward", "a head for one score"),
     "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
 }
+AT_THE_FIRST_ROLLOUT = ("number of scores", "no scores", "a generator", "reward model too short")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,12 +134,13 @@ def test_refused(case, bad, tmp_path, capsys):
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     said = refused(capsys, run, "grpo", **flags | pairs)
     assert all(words in said for words in expected), said
-    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert (tmp_path / "run").exists() == (case in AT_THE_FIRST_ROLLOUT)
 
 
 def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path):
-    command = f"{sys.executable} grpo.py --run_dir {tmp_path}/run --reward {bad}/reward.py:leaves".split()
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    flags = {"run_dir": tmp_path / "run", "reward": f"{bad}/reward.py:leaves"}
+    flags |= {"batch_size": 16, "max_response_length": 2}
+    ended = launch("grpo.py", *words_of(**flags), cwd=ROOT, check=False)
     assert ended.returncode == 1 and "called sys.exit" in ended.stderr.splitlines()[-1]
 
 
@@ -157,9 +158,13 @@ def test_a_run_folder_of_other_flags_or_another_script(bad, tmp_path, capsys):
 
 
 def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
+    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     with pytest.raises(KeyError, match="asleep") as caught:
-        run("grpo", dataset=bad / "good.jsonl", run_dir=tmp_path / "one", reward=f"{bad}/reward.py:raises")
+        run("grpo", **flags, reward=f"{bad}/reward.py:raises")
     assert caught.traceback[-1].name == "raises"
+    with pytest.raises(TypeError) as caught:
+        run("grpo", **flags, reward=f"{bad}/reward.py:one_argument")
+    assert "is called with prompts, completions" in caught.value.__notes__[0]
 
 
 def test_ranks_that_differ(tmp_path, monkeypatch, capsys):

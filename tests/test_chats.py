@@ -73,12 +73,8 @@ def test_the_template_gets_tools_and_its_own_options(tmp_path):
     tokenizer.chat_template = tools + "{% if enable_thinking is false %}- {% endif %}" + CHAT
     tool = {"type": "function", "function": {"name": "think", "parameters": {}}}
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
-    cases = (
-        ({}, ""),
-        ({"tools": [tool, tool]}, "= think = think "),
-        (quiet, "- "),
-        ({"tools": None} | quiet, "- "),
-    )
+    cases = [({}, ""), ({"tools": [tool, tool]}, "= think = think ")]
+    cases += [(quiet, "- "), ({"tools": None} | quiet, "- ")]
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": [USER]} | columns for columns, _ in cases])
     rows = grpo.load_rows(grpo.Args(), str(data), "train", make_model("llama"), tokenizer)
     for row, (_, begin) in zip(rows, cases, strict=True):

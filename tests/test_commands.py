@@ -6,15 +6,12 @@ import sys
 from collections import Counter
 
 import datasets
-import diagnose
 import gsm8k
 import mix
-import plot
 import pytest
 import reversal
 import sync
 from conftest import ROOT, SOURCES, read_jsonl
-from test_dev_tools import rows_of
 from test_siblings import commit, copy_scripts, edit
 
 COMMANDS = {
@@ -29,13 +26,10 @@ def test_what_is_there_is_not_overwritten(command, tmp_path, capsys):
     """It may be edited. Deleted, it is made anew, in the default folder, and starts from there."""
     function, words, path = COMMANDS[command]
     folder = copy_scripts(tmp_path)
-    (folder / "patches").mkdir()
-    (folder / "patches" / "entropy_bonus.patch").write_text(SOURCES["entropy_bonus"])
     assert function(*words, root=folder) == 0
     made = (folder / path).read_text()
-    assert f"    python {path}\n" in made and capsys.readouterr().out == (
-        f"{path}: start it from the top folder, python {path}\n"
-    )
+    assert f"    python {path}\n" in made
+    assert capsys.readouterr().out == f"{path}: start it from the top folder, python {path}\n"
     (folder / path).write_text("# mine\n")
     assert function(*words, root=folder) == 2
     assert capsys.readouterr().out == f"error: {path} exists; delete it to make it anew\n"
@@ -58,9 +52,7 @@ def test_the_command_line_has_the_exit_code_of_its_command(tmp_path):
 def test_an_edit_of_one_script_alone_is_exit_code_1(tmp_path, capsys):
     """A file of the user beside the scripts is none of them, and two of one name are refused."""
     folder = copy_scripts(tmp_path)
-    (folder / "my_reward.py").write_text(
-        "def score(completions, **_): return [len(x) for x in completions]\n"
-    )
+    (folder / "my_reward.py").write_text("def score(completions, **_): return [*map(len, completions)]\n")
     commit(folder)
     assert sync.sync(folder) == 0
     edit(folder / "rloo.py", "\ndef choose_rows(", "\n# mine\ndef choose_rows(")
@@ -95,14 +87,8 @@ def test_what_is_refused_is_refused_in_any_order():
 
 
 # The lines of grpo.py's skeleton that a variant changes or leaves out
-CHANGED = {
-    "grpo_correction": 1,
-    "grpo_fsdp": 3,
-    "grpo_lora": 20,
-    "grpo_vllm": 41,
-    "flash_reinforce_async": 15,
-}
-CHANGED |= {"reinforce_pp_process": 17, "reinforce_pp_tools": 13}
+CHANGED = {"grpo_correction": 1, "grpo_fsdp": 3, "grpo_lora": 20, "grpo_vllm": 41}
+CHANGED |= {"flash_reinforce_async": 15, "reinforce_pp_process": 17, "reinforce_pp_tools": 13}
 
 
 @pytest.mark.parametrize("name", sync.features().values())
@@ -111,35 +97,6 @@ def test_a_variant_changes_no_other_line_of_the_skeleton(name):
     lines = [Counter(sync.skeleton(SOURCES[x]).splitlines()) for x in ("grpo", name)]
     lacking = (lines[0] - lines[1]).total()
     assert lacking == CHANGED[name], f"{name}.py lacks {lacking} lines of grpo.py. Are they all meant?"
-
-
-# plot.py and diagnose.py
-
-
-def test_a_plot_has_a_panel_for_each_metric_and_its_iterations_in_order(tmp_path):
-    """A resumed run has its later lines in a second place."""
-    rows = [{"iteration": i, "score": 10.0 * i, "eval/score/a": 1.0, "grad_norm": 1.0} for i in (3, 4, 1, 2)]
-    figure = plot.draw({"a": rows}, tmp_path / "plot.png")
-    assert [axis.get_title() for axis in figure.axes] == ["score", "eval/score/a"]
-    assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 3, 4]
-    assert figure.axes[0].lines[0].get_ydata().tolist() == [10, 20, 30, 40]
-
-
-@pytest.mark.parametrize(
-    "flags, change, count, expected",
-    [
-        ({"dtype": "bfloat16"}, {"logprob_difference": 0.04}, 40, []),
-        ({"dtype": "bfloat16"}, {"logprob_difference": 0.06}, 40, ["log-probs"]),
-        ({"dtype": "float32"}, {"logprob_difference": 0.04}, 40, ["log-probs"]),
-        ({"dtype": "float32"}, {"kl": 9.0}, 40, ["first kl"]),
-        ({"dtype": "float32", "teacher": "toy/teacher"}, {"kl": 9.0}, 40, []),
-        ({"dtype": "float32"}, {"kl": 1e-6}, 20, ["kl of 0"]),
-        ({"dtype": "float32"}, {"kl": 1e-6}, 19, []),  # too few
-    ],
-)
-def test_what_a_rule_makes_of_dtype_teacher_and_length(flags, change, count, expected):
-    rows = rows_of(lambda i: change)[: count + 1]
-    assert [name for name, _ in diagnose.findings(flags, rows)] == expected
 
 
 # data/

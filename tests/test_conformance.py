@@ -2,10 +2,12 @@
 
 import re
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import check
 import make_vectors
+import numpy as np
 import pytest
 import sync
 import torch
@@ -65,6 +67,16 @@ def test_a_script_passes_and_its_planted_bugs_are_named(method, load, monkeypatc
             assert listed or bug.script != method
 
 
+def test_no_mistake_passes():
+    for method, cases in METHODS.items():
+        for case in cases:
+            mask = np.array(check.VECTORS["rollouts"][case["name"]]["response_mask"])
+            for name, units in case["mistakes"].items():
+                numbers = {key: check.MISTAKE_UNIT * np.array(x) for key, x in units.items()}
+                sizes = [check.difference(key, case["expected"][key], x, mask) for key, x in numbers.items()]
+                assert max(sizes) > 4 * check.TOLERANCE, (method, name)
+
+
 def test_the_file_has_all_mistakes():
     listed = {name for cases in METHODS.values() for case in cases for name in case["mistakes"]}
     assert listed == {*make_vectors.INPUT_MISTAKES, *(bug.name for bug in IN_VECTORS)}, "make vectors"
@@ -90,11 +102,6 @@ def test_a_result_of_the_wrong_kind_is_refused_by_name(result):
 def test_the_file_is_small():
     """Two cases a method, and numbers of mistakes as integers: people copy it."""
     assert check.PATH.stat().st_size < 260_000 and all(len(cases) == 2 for cases in METHODS.values())
-    numbers = [
-        x
-        for cases in METHODS.values()
-        for case in cases
-        for y in case["mistakes"].values()
-        for x in y.values()
-    ]
-    assert all(float(x).is_integer() for y in numbers for x in torch.tensor(y).flatten().tolist())
+    mistakes = chain(*(case["mistakes"].values() for cases in METHODS.values() for case in cases))
+    numbers = [torch.tensor(x) for mistake in mistakes for x in mistake.values()]
+    assert all((x == x.round()).all() for x in numbers)

@@ -44,15 +44,29 @@ def test_a_rule_notices_what_it_is_for_and_nothing_else(name):
     assert found == [name.partition(",")[0]]
 
 
+@pytest.mark.parametrize(
+    "flags, change, count, expected",
+    [
+        ({"dtype": "bfloat16"}, {"logprob_difference": 0.04}, 40, []),
+        ({"dtype": "bfloat16"}, {"logprob_difference": 0.06}, 40, ["log-probs"]),
+        ({"dtype": "float32"}, {"logprob_difference": 0.04}, 40, ["log-probs"]),
+        ({"dtype": "float32"}, {"kl": 9.0}, 40, ["first kl"]),
+        ({"dtype": "float32", "teacher": "toy/teacher"}, {"kl": 9.0}, 40, []),
+        ({"dtype": "float32"}, {"kl": 1e-6}, 20, ["kl of 0"]),
+        ({"dtype": "float32"}, {"kl": 1e-6}, 19, []),  # too few
+    ],
+)
+def test_what_a_rule_makes_of_dtype_teacher_and_length(flags, change, count, expected):
+    rows = rows_of(lambda i: change)[: count + 1]
+    assert [name for name, _ in diagnose.findings(flags, rows)] == expected
+
+
 def of_curves(row: dict) -> list[str]:
     """What diagnose finds in a row of experiments/results/."""
-    keys = [
-        key for key, x in row.items() if isinstance(x, list) and key not in ("versions", "greedy 2-5 curve")
-    ]
-    rows = [{"iteration": i} | dict(zip(keys, x)) for i, x in enumerate(zip(*(row[key] for key in keys)), 1)]
-    rows = [
-        {key.removesuffix(" curve"): x for key, x in row.items()} | {"response_length": 15.0} for row in rows
-    ]
+    others = ("versions", "greedy 2-5 curve")
+    lists = {key: x for key, x in row.items() if isinstance(x, list) and key not in others}
+    names = ["iteration", "response_length", *(key.removesuffix(" curve") for key in lists)]
+    rows = [dict(zip(names, (i, 15.0, *x))) for i, x in enumerate(zip(*lists.values()), 1)]
     for i, score in enumerate(row.get("greedy 2-5 curve", [])[1:], 1):
         rows[5 * i - 1]["eval/score/2-5"] = score
     return [name for name, _ in diagnose.findings(FLAGS, rows)]
@@ -61,11 +75,9 @@ def of_curves(row: dict) -> list[str]:
 def test_what_it_finds_in_real_runs():
     """Nothing in unchanged ones. docs/bugs.md and docs/metrics.md show these runs."""
     found = {number: [of_curves(row) for row in curves(*QUESTIONS[number][:3])] for number in QUESTIONS}
-    silent = {2: [], 5: [], 7: []}
-    loud = {1: ["falling score"], 3: ["log-probs"], 4: ["kl of 0"]}
-    assert {number: found[number] for number in silent | loud} == {
-        x: 3 * [y] for x, y in (silent | loud).items()
-    }
+    expected = {2: [], 5: [], 7: [], 1: ["falling score"], 3: ["log-probs"], 4: ["kl of 0"]}
+    for number, names in expected.items():
+        assert found[number] == 3 * [names]
     for script, flags in (("grpo", {}), ("grpo", {"temperature": 0.7}), ("reinforce_pp", {})):
         assert [of_curves(row) for row in curves("", script, flags)] == [[], [], []]
     assert "equal groups" in of_curves(*curves("", "grpo", NO_REWARD))
@@ -73,7 +85,9 @@ def test_what_it_finds_in_real_runs():
 
 
 TRL = {"reward": 0.2, "completions/mean_length": 100.0, "frac_reward_zero_std": 0.95, "kl": -0.7}
+TRL |= {"eval_reward": 0.3}
 VERL = {"critic/score/mean": 0.2, "response_length/mean": 100.0, "actor/kl_loss": -0.7}
+VERL |= {"val-core/gsm8k/reward/mean@1": 0.3}
 
 
 def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
@@ -84,7 +98,7 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
         diagnose.main(path)
         *found, missing = capsys.readouterr().out.splitlines()
         assert found[0].startswith(first) and any("kl is -70" in text for text in found)
-        assert "log-probs (needs logprob_difference)" in missing
+        assert "log-probs (needs logprob_difference)" in missing and "held-out" not in missing
     assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, and not 0
 
 
@@ -111,6 +125,16 @@ def test_a_long_group_gets_no_penalty_for_its_length():
     for scores, expected in (([1, 0, 0, 0], 0.75 / 0.5001), ([0, 1, 0, 0], -0.25 / 0.5001)):
         advantages, _ = explain.explain(explain.Args(scores=scores, lengths=(100, 3, 100, 5)), "dapo")
         assert advantages[0, 0].item() == pytest.approx(expected)
+
+
+def test_a_plot_has_a_panel_for_each_metric_and_its_iterations_in_order(tmp_path):
+    """A resumed run has its later lines in a second place."""
+    rows = [{"iteration": i, "score": 10.0 * i, "eval/score/a": 1.0, "grad_norm": 1.0} for i in (3, 4, 1, 2)]
+    figure = plot.draw({"a": rows}, tmp_path / "plot.png")
+    assert [axis.get_title() for axis in figure.axes] == ["score", "eval/score/a"]
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 3, 4]
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [10, 20, 30, 40]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a"]
 
 
 HALF = '{"iteration": 1, "score": 0.5}\n{"iteration": 2, "sc'
@@ -146,9 +170,8 @@ def test_a_tool_refuses_in_a_sentence(line, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         plot.command(main, "")
     said = capsys.readouterr().err
-    assert (
-        end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and REFUSED[line] in said
-    )
+    assert end.value.code == 2 and REFUSED[line] in said
+    assert said.startswith("error: ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("tool", ["plot", "diagnose", "explain"])
@@ -159,9 +182,7 @@ def test_help_says_what_a_tool_takes(tool, monkeypatch):
     assert "_per_prompt" in said or tool != "explain"
 
 
-def test_planted_says_how_it_is_used_and_changes_no_file_that_git_cannot_restore(
-    tmp_path, capsys, monkeypatch
-):
+def test_planted_changes_no_file_that_git_cannot_restore(tmp_path, capsys, monkeypatch):
     names = planted.of_the_pages()
     assert {"no baseline", "k1 for k2", "eos masked"} <= {*names} and len(names) < 25
     assert planted.main([]) == 2 and planted.main(["--help"]) == 0
@@ -175,8 +196,6 @@ def test_planted_says_how_it_is_used_and_changes_no_file_that_git_cannot_restore
     monkeypatch.setattr(planted.Planted, "path", lambda *args: tmp_path / "reinforce.py")
     assert planted.main(["no baseline"]) == 2 and "no git repository" in capsys.readouterr().err
     commit(tmp_path)
-    assert (
-        planted.main(["no baseline"]) == 0
-        and "advantages = rewards.view" in (tmp_path / "reinforce.py").read_text()
-    )
+    assert planted.main(["no baseline"]) == 0
+    assert "advantages = rewards.view" in (tmp_path / "reinforce.py").read_text()
     assert planted.main(["no baseline"]) == 2 and "Commit them first" in capsys.readouterr().err

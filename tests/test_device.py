@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, device
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from zoo import STAGE_DATA, few
+from zoo import STAGE_DATA, few, held_out
 
 
 class Devices(TorchFunctionMode):
@@ -50,7 +50,7 @@ def test_a_run_that_evaluates_and_resumes_has_all_tensors_on_the_device(name, tm
     script, data = importlib.import_module(name), str(few(name, 24, tmp_path))
     monkeypatch.setattr(script, "all_sum", all_sum)
     flags = FLAGS[name] | {"batch_size": 16, "eval_every": 1, "anneal_lr": False, "device": "cpu"}
-    flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
+    flags |= held_out(name, data, 8)
     flags |= {"dataset": data} if name in STAGE_DATA else {"max_response_length": 6}
     for length in (1, 2):
         flags["num_epochs" if name in STAGE_DATA else "num_iterations"] = length

@@ -17,9 +17,9 @@ def test_loss_and_gradient_are_those_of_probabilities(beta, top_k):
     torch.manual_seed(0)
     student, teacher = (3 * torch.randn(2, 4, 5, 7, dtype=torch.float64)).log_softmax(-1).requires_grad_()
     batch = {
-        "response_mask": torch.rand(4, 5) < 0.7,
         "all_logprobs": student,
         "teacher_all_logprobs": teacher,
+        "response_mask": torch.rand(4, 5) < 0.7,
     }
     args = gkd.Args(beta=beta, top_k=top_k)
     loss, _ = gkd.policy_loss(args, batch, None, 4, 13)

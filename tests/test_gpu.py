@@ -16,9 +16,13 @@ SIZES = {"1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4), "tiny"
 LONG = {"dtype": "bfloat16", "gradient_checkpointing": True, "learning_rate": 1e-6, "num_iterations": 2}
 PEAK = 34.8  # GiB of the update of README's command, computed in docs/recipes.md
 SKIP = pytest.mark.skipif(not GPU, reason="torch.cuda.is_available() is False")
-each_size = pytest.mark.parametrize(
-    "is_large", [pytest.param(True, marks=[pytest.mark.gpu, SKIP], id="gpu"), pytest.param(False, id="small")]
-)
+
+
+def each_size(names: str = "", *values: tuple):
+    """Run a test on a GPU with each of these values, and small on a CPU with the first of them."""
+    values = values or ((),)
+    large = [pytest.param(True, *x, marks=[pytest.mark.gpu, SKIP], id=f"gpu {x}") for x in values]
+    return pytest.mark.parametrize(f"is_large{names}", [*large, pytest.param(False, *values[0], id="small")])
 
 
 @pytest.fixture
@@ -47,11 +51,8 @@ def files(folder, size):
     hidden, inner, layers, heads, kv_heads = SIZES[size]
     is_tiny = size == "tiny"
     shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    shape |= {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 1000 if is_tiny else 151936,
-    }
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    shape["vocab_size"] = 1000 if is_tiny else 151936
     config = transformers.Qwen2Config(**shape, eos_token_id=1, tie_word_embeddings=hidden < 3584)
     with torch.device("cpu" if is_tiny else "cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype="bfloat16")
@@ -62,11 +63,10 @@ def files(folder, size):
     return {"model": folder / size, "dataset": prompts, "eval_dataset": prompts}
 
 
-@each_size
-@pytest.mark.parametrize("length", [64, 704, 1088, 1536])
+@each_size(", length", (64,), (704,), (1088,), (1536,))
 def test_attention_is_right_where_padding_leaves_queries_without_a_key(is_large, length):
     kernels = torch.nn.attention.SDPBackend
-    device, length = ("cuda", length) if is_large else ("cpu", 64)
+    device = "cuda" if is_large else "cpu"
     inputs = [torch.randn(4, 4, length, 128, device=device) for _ in range(3)]
     mask = torch.ones(4, 1, length, length, dtype=torch.bool, device=device).tril()
     mask[0, ..., : length // 3] = False
@@ -81,7 +81,7 @@ def test_attention_is_right_where_padding_leaves_queries_without_a_key(is_large,
     assert ((results[0] - results[1]).norm(dim=1) < 0.02 * results[0].norm(dim=1)).all()
 
 
-@each_size
+@each_size()
 def test_the_toy_learns_as_on_a_cpu(is_large, train):
     size = {"num_iterations": 80, "batch_size": 128, "max_response_length": 40} if is_large else {}
     first, *rows = train("grpo", 1e-5, is_large, eval_every=40, **size)
@@ -89,12 +89,12 @@ def test_the_toy_learns_as_on_a_cpu(is_large, train):
     assert not is_large or sum(row["score"] for row in rows[-5:]) / 5 > 0.95
 
 
-@each_size
+@each_size()
 def test_the_toy_in_bfloat16(is_large, train):
     train("grpo", 0.05, is_large, dtype="bfloat16", gradient_checkpointing=True)
 
 
-@each_size
+@each_size()
 def test_readmes_command_needs_the_memory_that_the_recipes_say(is_large, train, record_property):
     size = {"batch_size": 128, "micro_batch_size": 4, "max_response_length": 1024} if is_large else {}
     if is_large:
@@ -103,15 +103,13 @@ def test_readmes_command_needs_the_memory_that_the_recipes_say(is_large, train, 
     record_property("tokens_per_second", row["tokens_per_second"])
     record_property("sampling_seconds", row["sampling_seconds"])
     if is_large:
-        peak, reserved = (
-            x() / 2**30 for x in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-        )
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        reserved = torch.cuda.max_memory_reserved() / 2**30
         record_property("reserved, GiB", reserved)
         assert 0.94 * PEAK < peak < 1.06 * PEAK and reserved < 1.2 * PEAK
 
 
-@each_size
-@pytest.mark.parametrize("size, batch_size, micro_batch_size", [("1.5B", 128, 4), ("7B", 48, 1)])
+@each_size(", size, batch_size, micro_batch_size", ("1.5B", 128, 4), ("7B", 48, 1))
 def test_lora_fits_a_card_of_24_gb(is_large, size, batch_size, micro_batch_size, train):
     flags = {"eval_every": 1}
     if is_large:
@@ -122,7 +120,7 @@ def test_lora_fits_a_card_of_24_gb(is_large, size, batch_size, micro_batch_size,
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@each_size
+@each_size()
 def test_a_resumed_run_goes_on_as_it_would_have(is_large, train, tmp_path):
     """Up to the order in which attention adds on a GPU."""
     norms = []
@@ -132,7 +130,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(is_large, train, tmp_path):
     assert len(norms[2]) == 4 and max(abs(a - b) for a, b in zip(norms[0], norms[2])) < 0.1
 
 
-@each_size
+@each_size()
 def test_fsdp_runs_on_one_rank(is_large, train):
     train("grpo_fsdp", 1e-5, is_large)
 

@@ -18,7 +18,7 @@ import sync
 import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, read_jsonl, write_jsonl
-from zoo import STAGE_DATA, few, record, recorded, run_stage
+from zoo import STAGE_DATA, few, held_out, record, recorded, run_stage
 
 VARIANTS = sync.variants()  # with their parents
 TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # one has nothing to shard, and cannot sample and train
@@ -209,8 +209,7 @@ def test_stages(name, tmp_path, monkeypatch):
         row |= {"margin": i % 3 / 2, "group": i % 3 / 2}
     flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows if name == "sft" else rows[:32])}
     flags |= {"batch_size": 16, "micro_batch_size": 16, "num_epochs": 1, "learning_rate": 4e-3}
-    held_out = {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows[32:])}
-    flags |= {"eval_size": 16} if name == "sft" else held_out
+    flags |= held_out(name, write_jsonl(tmp_path / "heldout.jsonl", rows[32:]), 16)
     function = {"sft": "completion_loss", "reward_model": "pair_scores", "dpo": "dpo_loss"}[name]
     calls = recorded(monkeypatch, script, function)
     run_stage(script, **flags, run_dir=tmp_path / "run")

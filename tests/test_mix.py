@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import math
 import re
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -21,13 +20,8 @@ from test_estimators import EXACT, make_args
 from test_siblings import commit, copy_scripts
 from zoo import run
 
-FLAGS = {
-    "samples_per_prompt": 3,
-    "max_response_length": 9,
-    "overlong_buffer": 4,
-    "delta": 0.1,
-    "max_ratio": 1.5,
-}
+FLAGS = {"samples_per_prompt": 3, "max_response_length": 9, "overlong_buffer": 4}
+FLAGS |= {"delta": 0.1, "max_ratio": 1.5}
 
 
 @cache
@@ -47,9 +41,8 @@ def expected_advantages(name: str, kl_coef: float) -> torch.Tensor:
     """By the loops, at the flags of the script itself."""
     args, rollout = make_args(name, **FLAGS), rollout_of(name)
     args.kl_coef = kl_coef
-    return references.spread(
-        getattr(references, f"{name}_advantages")(args, rollout), rollout["response_mask"]
-    )
+    values = getattr(references, f"{name}_advantages")(args, rollout)
+    return references.spread(values, rollout["response_mask"])
 
 
 @cache
@@ -67,14 +60,10 @@ def depends_on_reference(name: str, part: str) -> bool:
     """Whether the loops give something else with another reference."""
     args, rollout, results = make_args(name, **FLAGS), rollout_of(name), []
     args.kl_coef *= 9
+    others = () if part == "advantages" else (rollout["new_logprobs"], 13, 57)
     for factor in (1, -1):
         other = rollout | {key: factor * rollout[key] for key in ("kl", "ref_logprobs")}
-        if part == "advantages":
-            results.append(getattr(references, f"{name}_advantages")(args, other))
-        else:
-            results.append(
-                getattr(references, f"{name}_loss")(args, other, rollout["new_logprobs"], 13, 57)[0]
-            )
+        results.append(getattr(references, f"{name}_{part}")(args, other, *others))
     return results[0] != results[1]
 
 
@@ -104,9 +93,7 @@ def test_each_pair_equals_the_loops_of_both_or_is_refused(tmp_path):
         formulas = [x for x in lines[1] if re.match(r"    ([AG]\w*|critic) ", x)]
         assert {*formulas, *(x for x in lines[2] if x.startswith("    loss "))} <= {*lines[0]} and formulas
         own = {name: "advantages", loss: "loss"}
-        of_kl = [SOURCES[x] for x, part in own.items() if depends_on_reference(x, part)] or [
-            "    kl_coef: ClassVar[float] = 0.0"
-        ]
+        of_kl = [SOURCES[x] for x, part in own.items() if depends_on_reference(x, part)] or [mix.NO_KL]
         assert re.search(r"^    kl_coef: .* = [\d.]+", of_kl[0], re.MULTILINE)[0] in text
         module = load(f"{name}_{loss}", text, tmp_path)
         args = module.Args(**{x: y for x, y in FLAGS.items() if x in module.Args.__annotations__})
@@ -126,18 +113,12 @@ def test_each_pair_equals_the_loops_of_both_or_is_refused(tmp_path):
         assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "name, loss",
-    [
-        ("ppo", "sapo"),
-        ("remax", "gspo"),
-        ("dapo", "raft"),
-        ("sdpo", "grpo"),
-        ("gdpo", "dppo"),
-        ("distill", "cispo"),
-    ],
-)
-def test_a_mix_runs_with_the_lines_that_its_advantage_inserts(name, loss, tmp_path, monkeypatch):
+RUNS = "ppo sapo", "remax gspo", "dapo raft", "sdpo grpo", "gdpo dppo", "distill cispo"
+
+
+@pytest.mark.parametrize("pair", RUNS)
+def test_a_mix_runs_with_the_lines_that_its_advantage_inserts(pair, tmp_path, monkeypatch):
+    name, loss = pair.split()
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"{name}_{loss}.py").write_text(mix.mixed(name, [loss]))
     run(f"{name}_{loss}", run_dir=tmp_path / "run", num_iterations=1, batch_size=32, max_response_length=40)
@@ -149,22 +130,14 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
     """Its refusals are those of both halves."""
     folder = copy_scripts(tmp_path)
     commit(folder)
-    assert (
-        mix.mix("remax", "gspo", "methods", folder)
-        == 0
-        == mix.mix("rloo", "flash_reinforce", "methods", folder)
-    )
+    for pair in (("remax", "gspo"), ("rloo", "flash_reinforce")):
+        assert mix.mix(*pair, "methods", folder) == 0
     assert sync.variant("remax_gspo", "lora", folder) == 0 == sync.sync(folder)
     assert {"remax_gspo", "remax_gspo_lora", "rloo_flash_reinforce"} <= {*sync.paths(folder)}
     text = (folder / "variants" / "remax_gspo_lora.py").read_text()
-    assert (
-        "    python variants/remax_gspo_lora.py\n" in text
-        and "# variant of remax_gspo.py with lora\n" in text
-    )
-    shutil.copytree(ROOT / "patches", folder / "patches")
-    patch = next(
-        x for x in sync.patches() if "remax" in sync.fits(SOURCES[x]) and "gspo" in sync.fits(SOURCES[x])
-    )
+    assert "    python variants/remax_gspo_lora.py\n" in text
+    assert "# variant of remax_gspo.py with lora\n" in text
+    patch = next(x for x in sync.patches() if {"remax", "gspo"} <= {*sync.fits(SOURCES[x])})
     assert sync.patch("remax_gspo", patch, str(folder / "runs"), folder) == 0
     capsys.readouterr()
     for made in (("remax_gspo", "async"), ("rloo_flash_reinforce", "correction")):
@@ -183,9 +156,8 @@ def test_make_diff_takes_a_mix_that_stands_in_runs(tmp_path, capsys):
 
 
 def test_a_loss_of_responses_is_told_for_tokens():
-    assert "A_i becomes A_t" in mix.mixed("ppo", ["gspo"]) and "A_i becomes A_t" not in mix.mixed(
-        "rloo", ["gspo"]
-    )
+    for name, is_for_tokens in (("ppo", True), ("rloo", False)):
+        assert ("A_i becomes A_t" in mix.mixed(name, ["gspo"])) == is_for_tokens
 
 
 FLAG = "    gate: float = 3.0  # a flag\n"
@@ -208,20 +180,18 @@ def test_functions_and_flags_of_a_loss_come_and_go_with_it(tmp_path):
     """Also if its docstring has no formulas."""
     folder = copy_scripts(tmp_path)
     docstring = sync.OWN.search(GATED)[0]
-    (folder / "mine.py").write_text(
-        GATED.replace(docstring, '"""Mine: it has no formula.\n\n    Nor here\n"""')
-    )
+    text = GATED.replace(docstring, '"""Mine: it has no formula.\n\n    Nor here\n"""')
+    (folder / "mine.py").write_text(text)
     made, without = mix.mixed("dr_grpo", ["mine"], folder), mix.mixed("mine", ["dr_grpo"], folder)
     assert FLAG in made and made.count(HELPER) == 1 and "gate" not in without
-    for text, title in (
-        (made, "Dr. GRPO's advantage with Mine's loss: "),
-        (without, "Mine's advantage with Dr. GRPO's loss: "),
+    for text, name, one, other in (
+        (made, "dr_grpo", "Dr. GRPO", "Mine"),
+        (without, "mine", "Mine", "Dr. GRPO"),
     ):
         docstring = ast.get_docstring(ast.parse(text))
-        assert docstring.startswith(title) and "see their docstrings" in docstring
-        assert re.findall("^    (.*)", docstring, re.MULTILINE) == [
-            f"python {'mine' if text == without else 'dr_grpo'}.py"
-        ]
+        assert docstring.startswith(f"{one}'s advantage with {other}'s loss: ")
+        assert "see their docstrings" in docstring
+        assert re.findall("^    (.*)", docstring, re.MULTILINE) == [f"python {name}.py"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ written down of it. And what shows in bfloat16 only.
 """
 
 import importlib
-import pickle
 from itertools import chain, pairwise
 from types import SimpleNamespace
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
-from zoo import STAGE_DATA, few, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+from zoo import STAGE_DATA, few, held_out, make_model, make_tokenizer, recorded, refused, run, run_stage, save
 
 import grpo
 import ppo
-import sft
 
 REWARDS = """
 def longer(completions, **_): return [float(len(x)) for x in completions]
@@ -24,14 +22,15 @@ def held_out(completions, **_): return [7.0] * len(completions)
 """
 SECONDS = {"generate": 1, "score": 10, "policy_loss": 100, "evaluate": 1000, "log_samples": 10_000}
 WATCHED = [*SECONDS, "choose_rows", "measure", "log", "save_checkpoint", "save_model", "optimizer_step"]
-FLAGS = {
-    "num_iterations": 5,
-    "batch_size": 24,
-    "samples_per_prompt": 2,
-    "num_minibatches": 4,
+FLAGS = {"num_iterations": 5, "batch_size": 24, "samples_per_prompt": 2, "num_minibatches": 4}
+FLAGS |= {
     "update_epochs": 3,
+    "log_every": 2,
+    "save_every": 3,
+    "eval_every": 2,
+    "reward_scale": 3.0,
+    "missing_eos_penalty": 0.5,
 }
-FLAGS |= {"log_every": 2, "save_every": 3, "eval_every": 2, "reward_scale": 3.0, "missing_eos_penalty": 0.5}
 FLAGS |= {"max_prompt_length": 6, "max_response_length": 9}
 
 
@@ -117,10 +116,8 @@ def test_each_evaluation_has_the_held_out_reward(seen):
 
 def test_held_out_rows_without_a_group_are_one_group():
     args = grpo.Args(device="cpu", batch_size=2, max_response_length=2, eval_samples=2)
-    rows, ones = (
-        [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3,
-        lambda completions, **_: [1.0] * len(completions),
-    )
+    rows = [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3
+    ones = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
     found = grpo.evaluate(args, make_model("llama"), make_tokenizer(), ones, rows)
     assert found == {"eval/score/all": 1.0, "eval/pass@2/all": 1.0}
 
@@ -152,13 +149,8 @@ def test_a_sample_is_a_response_to_its_prompt_with_its_raw_score(seen, tokenizer
 def test_a_checkpoint_comes_after_the_lines_of_its_iteration_and_before_the_model(seen):
     """Else a kill between the two would leave an iteration without a line. log_every and save_every are kept."""
     order = [[x.name for x in named(calls, "log", "log_samples", *SAVES)] for calls in iterations(seen[0])]
-    assert order == [
-        ["log"],
-        ["log", "log_samples"],
-        ["log", *SAVES],
-        ["log", "log_samples"],
-        ["log", *SAVES],
-    ]
+    sampled, saved = ["log", "log_samples"], ["log", *SAVES]
+    assert order == [["log"], sampled, saved, sampled, saved]
     assert [call.args[1] for call in named(seen[0], "save_checkpoint")] == [3, 5]
 
 
@@ -186,29 +178,11 @@ def test_a_dataset_can_have_a_configuration_and_a_split_of_its_own(tmp_path, cap
         assert "--dataset d" in error and "main" in error and "openai/gsm8k:main:train" in error
 
 
-def test_a_text_may_be_as_long_as_the_model_has_positions(capsys):
-    model = make_model("llama")
-    grpo.check_positions("", model, model.config.max_position_embeddings)
-    with pytest.raises(SystemExit):
-        grpo.check_positions("", model, model.config.max_position_embeddings + 1)
-
-
 def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
-    data = str(write_jsonl(tmp_path / "data.jsonl", [{"prompt": "3 ?"}, {"prompt": "4 ?"}]))
+    """A prompt that is left out need not fit the model."""
+    rows = [{"prompt": "3 ?"}, {"prompt": "4 ?"}, {"prompt": "3 + " * 2000}]
+    data = str(write_jsonl(tmp_path / "data.jsonl", rows))
     assert len(grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), make_tokenizer(), 2)) == 2
-
-
-def test_a_reward_gets_a_column_that_only_some_rows_have_and_can_be_sent_to_processes(tmp_path):
-    (tmp_path / "neighbor.py").write_text("SCORE = 2.0\n")
-    text = "from neighbor import SCORE\n\ndef mine(hint, **_): return [SCORE if x else 0.0 for x in hint]\n"
-    (tmp_path / "my_own_reward.py").write_text(text)
-    reward = grpo.load_reward(grpo.Args(), f"{tmp_path}/my_own_reward.py:mine")
-    assert pickle.loads(pickle.dumps(reward)) is reward
-    rollout = grpo.generate(
-        grpo.Args(max_response_length=2), make_model("llama"), make_tokenizer(), [[3], [4]]
-    )
-    rows = [{"prompt": "3"}, {"prompt": "4", "hint": "4"}]
-    assert grpo.score(reward, make_tokenizer(), rows, rollout).tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
@@ -219,86 +193,14 @@ def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
     assert f"returned {score} for completion 15" in said
 
 
-def test_the_end_of_a_call_may_be_a_part_of_a_token(tmp_path):
-    """As in a vocabulary with tokens such as `=)`. In no token: test_tools.py."""
-    run("reinforce_pp_tools", call_end="al", num_iterations=1, run_dir=tmp_path / "run")
-    assert (tmp_path / "run" / "model").exists()
-
-
-def test_a_critic_needs_a_reward_model_that_knows_all_words_of_the_policy(tmp_path, tokenizer):
-    """It may know more."""
-    toy, more = ROOT / "toy", transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
-    more.add_tokens(["another"])
-    policy = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy")
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model")
-    for name, own in (("same", tokenizer), ("more", more)):
-        save(tmp_path / name, judge, own)
-    for its, known, is_taken in (("same", tokenizer, 1), ("more", tokenizer, 1), ("same", more, 0)):
-        critic = ppo.load_critic(ppo.Args(reward=f"{tmp_path}/{its}", device="cpu"), policy, known)
-        assert bool(critic["head"].weight.any()) == is_taken
-
-
-# The stages
-
-
-@pytest.mark.parametrize("name", ["reward_model", "dpo"])
-def test_a_long_pair_is_cut_at_its_end(name, tmp_path):
-    module, tokenizer, model = importlib.import_module(name), make_tokenizer(), make_model("llama")
-    pair = {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"}
-    data, found = str(write_jsonl(tmp_path / "pairs.jsonl", [pair])), []
-    for length in (100, 7):
-        (row,) = module.load_rows(module.Args(max_length=length), data, "train", model, tokenizer)
-        found.append(row["chosen_ids"])
-    assert len(found[1]) == 7 and found[1] == found[0][:7]
-
-
-def test_an_example_of_max_length_tokens_is_kept(tmp_path):
-    """With its EOS; a longer one is left out."""
-    rows = [{"prompt": "3 ?", "completion": " ".join("1" * n)} for n in (1, 4, 5, 6, 9)]
-    data, tokenizer = str(write_jsonl(tmp_path / "data.jsonl", rows)), make_tokenizer()
-    args = sft.Args(dataset=data, batch_size=1, eval_size=0, max_length=8)
-    found = sft.load_rows(args, make_model("llama"), tokenizer)
-    assert [len(row["input_ids"]) for row in found] == [4, 7, 8]
-
-
-def test_held_out_examples_of_sft_are_the_last_and_not_learned(tmp_path, monkeypatch):
-    rows = read_jsonl(few("sft", 20, tmp_path))
-    learned, evaluated = (recorded(monkeypatch, sft, name) for name in ("choose_rows", "evaluate"))
-    run_stage(
-        sft, dataset=tmp_path / "sft.jsonl", eval_size=4, batch_size=8, num_epochs=2, run_dir=tmp_path / "run"
-    )
-    prompts = [row["prompt"] for row in rows]
-    assert {row["prompt"] for _, found in learned for row in found} == {*prompts[:16]}
-    assert [[row["prompt"] for row in args[-1]] for args, _ in evaluated] == [prompts[16:]] * 2
-    assert {x["prompt"] for x in read_jsonl(tmp_path / "run" / "samples.jsonl")} <= {*prompts[16:]}
-
-
-@pytest.mark.parametrize("name", ["reward_model", "dpo"])
-def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch):
-    module, rows = importlib.import_module(name), read_jsonl(few(name, 24, tmp_path))
-    (tmp_path / "data").mkdir()
-    for split, part in (("train", rows[:16]), ("test", rows[16:])):
-        write_jsonl(tmp_path / "data" / f"{split}.jsonl", part)
-    evaluated = recorded(monkeypatch, module, "evaluate")
-    data = {"dataset": tmp_path / "data", "eval_dataset": tmp_path / "data"}
-    run_stage(module, batch_size=8, num_epochs=1, run_dir=tmp_path / "run", **data)
-    for args, _ in evaluated:
-        [held_out] = [x for x in args if isinstance(x, list)]
-        assert [row["prompt"] for row in held_out] == [row["prompt"] for row in rows[16:]]
-    assert len(evaluated) == 2
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    assert {x["prompt"] for x in samples} <= {row["prompt"] for row in rows[16:]}
-
-
 # bfloat16
 
 
 def half(folder, name, source):
     """The model of source, saved in bfloat16 as most models of the hub are."""
     auto = getattr(transformers, f"AutoModelFor{name}")
-    return save(
-        folder, auto.from_pretrained(source).bfloat16(), transformers.AutoTokenizer.from_pretrained(source)
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    return save(folder, auto.from_pretrained(source).bfloat16(), tokenizer)
 
 
 def watched_passes(monkeypatch, module) -> list:
@@ -316,22 +218,14 @@ def watched_passes(monkeypatch, module) -> list:
 
 
 @pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
-def test_all_passes_of_a_run_in_bfloat16_are_under_autocast_and_all_weights_float32(
-    script, tmp_path, monkeypatch
-):
+def test_a_run_in_bfloat16_has_float32_weights_and_passes_under_autocast(script, tmp_path, monkeypatch):
     """Policy, reference, critic and reward model, also if they were saved in bfloat16. A score keeps its digits."""
     policy = half(tmp_path / "policy", "CausalLM", ROOT / "toy" / "policy")
     judge = half(tmp_path / "judge", "SequenceClassification", ROOT / "toy" / "reward_model")
     passes = watched_passes(monkeypatch, script)
     scored = recorded(monkeypatch, script, "score")
-    run(
-        script.__name__,
-        model=policy,
-        reward=judge,
-        dtype="bfloat16",
-        run_dir=tmp_path / "run",
-        num_iterations=1,
-    )
+    flags = {"model": policy, "reward": judge, "dtype": "bfloat16", "num_iterations": 1}
+    run(script.__name__, run_dir=tmp_path / "run", **flags)
     assert len(passes) > 10 and {*passes} == {(True, torch.float32)}
     [(_, scores)] = scored
     assert not torch.equal(scores, scores.bfloat16().float())
@@ -346,17 +240,8 @@ def test_a_stage_in_bfloat16_has_float32_weights_and_passes_under_autocast(name,
     passes = watched_passes(monkeypatch, module)
     scores = recorded(monkeypatch, module, "pair_scores") if name == "reward_model" else []
     data = few(name, 16, tmp_path)
-    flags = {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
-    run_stage(
-        module,
-        model=policy,
-        dataset=data,
-        batch_size=8,
-        num_epochs=1,
-        dtype="bfloat16",
-        run_dir=tmp_path / "run",
-        **flags,
-    )
+    flags = held_out(name, data, 8) | {"dataset": data, "batch_size": 8, "num_epochs": 1}
+    run_stage(module, model=policy, dtype="bfloat16", run_dir=tmp_path / "run", **flags)
     assert len(passes) >= 3 and {*passes} == {(True, torch.float32)}
     for _, both in scores:
         x = torch.cat([*both])

@@ -94,9 +94,8 @@ def test_a_list_of_another_length_is_refused(too_many, tmp_path, capsys):
         f"    lists[1] = [0.0] * (len(tokens[1]) - {too_many})\n"
         "    return lists\n"
     )
-    said = refused(
-        capsys, run, "reinforce_pp_process", reward=f"{tmp_path}/wrong.py:lists", run_dir=tmp_path / "run"
-    )
+    flags = {"reward": f"{tmp_path}/wrong.py:lists", "run_dir": tmp_path / "run"}
+    said = refused(capsys, run, "reinforce_pp_process", **flags)
     assert "lists of other lengths than `tokens`" in said
 
 

@@ -11,7 +11,7 @@ import driver
 import pytest
 from conftest import POLICY_SCRIPTS, ROOT, SKELETONS, read_jsonl, write_jsonl
 from references import FOR_0_AND_1
-from zoo import STAGE_DATA, few, make_model, make_tokenizer, record, save
+from zoo import STAGE_DATA, few, held_out, make_model, make_tokenizer, record, save
 
 DRAWN = [name for name in SKELETONS if name not in ("dapo", "distill")]  # dapo has its own test below
 
@@ -37,7 +37,7 @@ def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
     data = folder / f"{name}.jsonl"
     flags = {"model": folder / "start", "dataset": data, "num_epochs": 1, "batch_size": 16}
     flags |= {"max_grad_norm": 1e9, "warmup_iterations": 0}
-    flags |= {"eval_size": 8} if name == "sft" else {"eval_dataset": data}
+    flags |= held_out(name, data, 8)
     return {"fixed": flags | {"micro_batch_size": 3}, "whole": flags | {"micro_batch_size": 16}}
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import importlib
+import json
 import sys
+from importlib.machinery import PathFinder
 
 import datasets
 import driver
@@ -53,14 +55,16 @@ def test_exact_answer_compares_what_follows_the_last_answer():
 
 
 def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
-    """What it does to a prompt is not seen by the next iteration."""
+    """What it does to a prompt is not seen by the next iteration. Only some rows have a hint."""
     rows = [row | {"prompt": [{"content": row["prompt"]}]} for row in ROWS]
+    rows[1]["hint"] = "think"
     before = copy.deepcopy(rows)
     (tmp_path / "mine.py").write_text(
         "import math\n"
         "def length(completions, truncated, prompts, answer, **columns):\n"
         f"    assert completions == {RESPONSES} and prompts == {[row['prompt'] for row in rows]}\n"
         "    assert answer == ['8', '8', '0'] and truncated == [False, True, False]\n"
+        "    assert columns['hint'] == [None, 'think', None]\n"
         "    prompts[0].append('more')\n"
         "    return [math.sqrt(len(text.split())) for text in completions]\n"
     )
@@ -141,16 +145,22 @@ def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
 
 
 def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
-    save_reward_model(tmp_path, make_tokenizer())  # its digits have other ids than the toy's
-    toy = ROOT / "toy"
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model").state_dict()
+    """The reward model may know more words than the policy, but not fewer."""
+    save_reward_model(tmp_path / "other", make_tokenizer())  # its digits have other ids than the toy's
+    toy, more = ROOT / "toy", transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
+    more.add_tokens(["another"])
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model")
+    save(tmp_path / "more", model, more)
+    judge = model.state_dict()
     model = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy")
-    policy = model.state_dict()
     no_head = torch.zeros_like(judge["score.weight"])
-    cases = [(toy / "reward_model", judge, judge["score.weight"])]
-    cases += [(name, policy, no_head) for name in (tmp_path, "exact_answer", "mine.py:f")]
-    for name, start, head in cases:
-        critic = ppo.load_critic(ppo.Args(reward=str(name), device="cpu"), model, tokenizer).state_dict()
+    cases = [
+        (name, tokenizer, judge, judge["score.weight"]) for name in (toy / "reward_model", tmp_path / "more")
+    ]
+    others = [(name, tokenizer) for name in (tmp_path / "other", "exact_answer", "mine.py:f")]
+    cases += [(*x, model.state_dict(), no_head) for x in (*others, (toy / "reward_model", more))]
+    for name, known, start, head in cases:
+        critic = ppo.load_critic(ppo.Args(reward=str(name), device="cpu"), model, known).state_dict()
         assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
 
@@ -185,6 +195,14 @@ def test_a_completion_that_has_its_end_gets_no_second_one(chats, completion, tmp
     reward = grpo.load_reward(grpo.Args(device="cpu"), str(tmp_path))
     found = reward(prompts=[prompt], completions=[completion.format(end=end)], truncated=[False])
     assert_scores(torch.tensor(found), tmp_path, [own(text, add_special_tokens=False)["input_ids"]])
+
+
+def test_an_eval_reward_needs_its_columns_in_the_held_out_rows_only(tmp_path):
+    (tmp_path / "mine.py").write_text("def same(completions, **_): return [1.0] * len(completions)\n")
+    data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "3 ?"}] * 4)
+    flags = {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", ROWS), "eval_reward": "exact_answer"}
+    flags |= {"eval_every": 1, "num_iterations": 1, "run_dir": tmp_path / "run"}
+    run("grpo", dataset=data, reward=f"{tmp_path}/mine.py:same", **flags)
 
 
 JUDGE = """
@@ -240,6 +258,7 @@ def test_reward_files_with_the_name_of_another_module_or_of_each_other(judge):
     rewards = [grpo.load_reward(grpo.Args(), f"{file}:alone") for file in files]
     assert [reward(completions=["9 +"]) for reward in rewards] == [[3], [6], [9]]
     assert importlib.import_module("json").loads("[1]") == [1]
+    assert PathFinder.find_spec("json").origin == json.__file__  # not the one beside the reward
 
 
 @pytest.mark.parametrize("case", [{"reward": "minus"}, {"reward_zscore": True}, {"missing_eos_penalty": 0.5}])
@@ -262,23 +281,29 @@ def toy_teacher(folder, **changes) -> str:
     """The toy's teacher with another configuration of its positions or another number of outputs."""
     teacher = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "teacher")
     teacher.resize_token_embeddings(changes.pop("vocab_size", None), mean_resizing=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "teacher")
+    tokenizer.add_tokens(changes.pop("tokens", []))
     teacher.config.update(changes)
-    return save(folder, teacher, transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "teacher"))
+    return save(folder, teacher, tokenizer)
 
 
-@pytest.mark.parametrize("case", ["gkd", "distill", "sdpo", "outputs of gkd"])
+TEACHERS = ["gkd", "distill", "sdpo", "outputs of gkd", "tokens of gkd", "tokens of distill"]
+
+
+@pytest.mark.parametrize("case", TEACHERS)
 def test_a_teacher_that_cannot_read_the_texts_is_refused(case, tmp_path, capsys):
-    """It has fewer positions than a prompt and its response, or more outputs than the policy."""
+    """It has fewer positions than a prompt and its response, or more outputs or tokens than the policy."""
     rows = [row | {"demonstration": "3 + " * 120} for row in ROWS[:1] * 16]
     flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
     expected = "--teacher", "tokens, but the model has 6 positions"
     if case == "sdpo":
         expected = "--template", "249 tokens, but the model has 128 positions"
     elif "outputs" in case:
-        flags["teacher"], expected = (
-            toy_teacher(tmp_path / "teacher", vocab_size=24),
-            ("--teacher has 24", "--model 19"),
-        )
+        flags["teacher"] = toy_teacher(tmp_path / "teacher", vocab_size=24)
+        expected = "--teacher has 24", "--model 19"
+    elif "tokens" in case:
+        flags["teacher"] = toy_teacher(tmp_path / "teacher", vocab_size=19, tokens=["more"])
+        expected = "--teacher", "with the tokens of --model"
     else:
         flags["teacher"] = toy_teacher(tmp_path / "teacher", max_position_embeddings=6)
     said = refused(capsys, run, case.split()[-1], **flags, max_response_length=5)

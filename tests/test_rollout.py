@@ -227,9 +227,8 @@ def test_an_update_frees_the_log_probs_of_all_tokens_before_the_next_forward_pas
     rollout["advantages"] = torch.ones_like(rollout["old_logprobs"])
 
     def look(*_):
-        found.extend(
-            x for x in gc.get_objects() if torch.is_tensor(x) and x.shape[2:] == (model.config.vocab_size,)
-        )
+        tensors = [x for x in gc.get_objects() if torch.is_tensor(x)]
+        found.extend(x for x in tensors if x.shape[2:] == (model.config.vocab_size,))
 
     model.register_forward_pre_hook(look)
     state = {"policy": model, "optimizer": torch.optim.AdamW(model.parameters())}

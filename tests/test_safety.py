@@ -14,7 +14,7 @@ import sync
 import torch
 import transformers
 from conftest import ROOT, SOURCES
-from zoo import STAGE_DATA, few, refused, run, run_stage
+from zoo import STAGE_DATA, few, held_out, refused, run, run_stage
 
 import ppo
 
@@ -36,9 +36,8 @@ def start(name: str, folder: Path, **flags) -> None:
     flags = {"run_dir": folder / "run", "model": ROOT / "toy" / "policy"} | flags
     if name not in STAGE_DATA:
         return run(name, num_iterations=1, **flags)
-    flags |= {"eval_size": 0} if name == "sft" else {}
-    data = few(name, 8, folder)
-    return run_stage(importlib.import_module(name), dataset=data, batch_size=8, num_epochs=1, **flags)
+    flags |= {"dataset": few(name, 8, folder), "batch_size": 8, "num_epochs": 1}
+    return run_stage(importlib.import_module(name), **flags, **held_out(name, None, 0))
 
 
 def as_pickle(folder: Path, source: Path) -> Path:

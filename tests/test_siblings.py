@@ -27,9 +27,8 @@ def test_the_skeletons_are_the_same(name):
     skeletons = [sync.skeleton(SCRIPTS[script]) for script in ("grpo", name)]
     assert sync.inserting(name) or skeletons[0] == skeletons[1]
     lines = list(difflib.ndiff(*(skeleton.splitlines() for skeleton in skeletons)))
-    gone, new = (
-        [x[2:] for x in lines if x[0] == sign and x[2:].strip()[:1] not in ("", "#")] for sign in "-+"
-    )
+    code = [x for x in lines if x[2:].strip()[:1] not in ("", "#")]
+    gone, new = ([x[2:] for x in code if x[0] == sign] for sign in "-+")
     flags = [re.match(r"    \w+: ", line) for line in gone]
     assert all(flags) and all(sum(x.startswith(flag[0]) for x in new) == 1 for flag in flags)
     assert len(new) - len(gone) <= sync.INSERTS.get(sync.inserting(name), 0)
@@ -55,6 +54,7 @@ def copy_scripts(folder: Path) -> Path:
         (folder / name).mkdir(exist_ok=True)
     for path in (*PATHS.values(), ROOT / "requirements.txt", ROOT / "pyproject.toml"):
         shutil.copy(path, folder / path.relative_to(ROOT))
+    shutil.copytree(ROOT / "patches", folder / "patches")
     return folder
 
 
@@ -90,16 +90,12 @@ def test_sync_carries_an_edit_into_every_script(folder):
     assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)
     grpo = sync.functions(SCRIPTS["grpo"])
     shared = [f for f in grpo if all(sync.functions(text).get(f) == grpo[f] for text in SCRIPTS.values())]
-    changes = {
-        f"\n\n\n{PLACE}": f"\n\n\nEDIT = 1\n\n\n{PLACE}",
-        grpo[shared[0]]: f"{grpo[shared[0]]}  # edit",
-    }
+    changes = {f"\n\n\n{PLACE}": f"\n\n\nEDIT = 1\n\n\n{PLACE}"}
+    changes[grpo[shared[0]]] = f"{grpo[shared[0]]}  # edit"
     of_block = {grpo["policy_loss"]: f"{grpo['policy_loss']}  # edit"}
     requirements = (ROOT / "requirements.txt").read_text()
-    pins = {
-        pin: f"{pin[:-1]}{9 - int(pin[-1])}"
-        for pin in re.findall(r"^\w+==[\d.]+", requirements, re.MULTILINE)
-    }
+    pins = re.findall(r"^\w+==[\d.]+", requirements, re.MULTILINE)
+    pins = {pin: f"{pin[:-1]}{9 - int(pin[-1])}" for pin in pins}
     for old, new in (changes | of_block).items():
         edit(folder / "grpo.py", old, new)
     for old, new in pins.items():
@@ -127,10 +123,8 @@ def test_sync_follows_one_edit_after_the_other(is_committed, folder):
     for words in (["first"], ["second"], ["second", "third"], []):
         for name, place in {"grpo": PLACE, parent: "def policy_loss("}.items():
             lines = "".join(f"# {word}\n" for word in words)
-            text = re.sub(
-                rf"(?:# \w+\n)*{re.escape(place)}", lines + place, sync.paths(folder)[name].read_text()
-            )
-            sync.paths(folder)[name].write_text(text)
+            path = sync.paths(folder)[name]
+            path.write_text(re.sub(rf"(?:# \w+\n)*{re.escape(place)}", lines + place, path.read_text()))
         if is_committed:
             commit(folder)
         assert sync.sync(folder) == 0
@@ -150,11 +144,8 @@ def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
     edit(folder / "grpo.py", PLACE, f"# edit\n{PLACE}")
     mine = {"rloo": PLACE, "ppo": "import torch\n", "reinforce_pp_tools": "def policy_loss("}
     for name, place in mine.items():
-        edit(
-            sync.paths(folder)[name],
-            f"\n{place}",
-            f"\n# mine\n{place}" if name != "ppo" else "\nimport torch as torch\n",
-        )
+        new = f"\n# mine\n{place}" if name != "ppo" else "\nimport torch as torch\n"
+        edit(sync.paths(folder)[name], f"\n{place}", new)
     before = read(folder)
     for _ in range(2):  # saying it again does not help
         assert sync.sync(folder) == 1
@@ -170,9 +161,8 @@ def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
     [place] = [x for x in behind if lines["grpo"].count(x) == lines["grpo_vllm"].count(x) == 1][:1]
     edit(sync.paths(folder)["grpo_vllm"], f"\n{place}\n", f"\n{line}  # edit, as vLLM needs it\n{place}\n")
     assert sync.sync(folder) == 0
-    assert all(
-        text.count(f"# edit\n{PLACE}") == 1 for name, text in read(folder).items() if name not in sync.STAGES
-    )
+    counts = {name: text.count(f"# edit\n{PLACE}") for name, text in read(folder).items()}
+    assert all(count == (name not in sync.STAGES) for name, count in counts.items())
 
 
 def test_an_edit_of_any_line_is_carried_or_made_by_hand():
@@ -189,12 +179,8 @@ def test_an_edit_of_any_line_is_carried_or_made_by_hand():
             if lost:
                 assert count < lines.count(lines[i]), (name, lines[i])
             else:
-                changed = [
-                    x
-                    for x in zip(text.splitlines(True), result.splitlines(True), strict=True)
-                    if x[0] != x[1]
-                ]
-                assert changed == [(lines[i], edited)]
+                pairs = zip(text.splitlines(True), result.splitlines(True), strict=True)
+                assert [x for x in pairs if x[0] != x[1]] == [(lines[i], edited)]
                 assert sync.carry(result, scripts["grpo"], after, text) == (result, [])
                 carried += 1
     assert carried > 29 * len(scripts) * 0.9
@@ -221,11 +207,10 @@ def test_an_edit_has_one_place(mine, before, after, expected):
     assert (None if lost else result.split()) == (expected and expected.split())
 
 
-@pytest.mark.parametrize(
-    "a, b", [("reinforce", "rloo"), ("grpo", "ppo"), ("grpo", "grpo_lora"), ("sft", "dpo")]
-)
-def test_make_diff_has_all_lines_with_the_method_first(a, b, capsys):
+@pytest.mark.parametrize("pair", ["reinforce rloo", "grpo ppo", "grpo grpo_lora", "sft dpo"])
+def test_make_diff_has_all_lines_with_the_method_first(pair, capsys):
     """The numbers in its headings are those of the lines below them, and blank lines do not count."""
+    a, b = pair.split()
     assert sync.diff(a, b) == 0
     shown = capsys.readouterr().out
     command = ["git", "diff", "--no-index", PATHS[a], PATHS[b]]
@@ -246,13 +231,11 @@ def test_make_diff_has_all_lines_with_the_method_first(a, b, capsys):
 def test_a_wrong_command_is_answered_in_a_sentence(capsys):
     for words in ((), ("grpo",), ("", "grpo"), ("grpo", "no")):
         assert sync.diff(*words) == 2
-        assert capsys.readouterr().out.startswith(
-            "error: no is" if "no" in words else "error: give two scripts"
-        )
+        reason = "no is" if "no" in words else "give two scripts"
+        assert capsys.readouterr().out.startswith(f"error: {reason}")
     for words in (["no"], ["variant", "rloo"], ["diff", "a", "b", "c"], ["--help"]):
-        result = subprocess.run(
-            [sys.executable, "tools/sync.py", *words], cwd=ROOT, capture_output=True, text=True
-        )
+        command = [sys.executable, "tools/sync.py", *words]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == (0 if words == ["--help"] else 2) and not result.stderr
         assert result.stdout == f"{sync.__doc__}\n"
 
@@ -264,6 +247,14 @@ def test_make_lists_its_targets():
     targets = re.findall(r"^make (?!  )([\w-]+)", said, re.MULTILINE)
     assert {"help", *targets} == {*re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[1].split()}
     assert all(len(re.split(r"  +", line, maxsplit=1)) == 2 or "=" in line for line in said.splitlines())
+    for words, program in {
+        "diff A=a B=b": 'sync.py diff "a" "b"',
+        "variant SCRIPT=a FEATURE=b": "sync.py variant a b",
+        "patch SCRIPT=a PATCH=b TO=c": 'sync.py patch a b "c"',
+        "mix ADVANTAGE=a LOSS=b": 'mix.py a b "runs"',
+    }.items():
+        said = subprocess.run([*command, "-n", *words.split()], capture_output=True, text=True).stdout
+        assert said.endswith(f" tools/{program}\n")
 
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)

@@ -97,7 +97,9 @@ def test_logprobs_of_sampling_are_those_of_the_update(model, tool):
     assert (rollout["old_logprobs"][~mask] == 0).all() and (rollout["entropy"][~mask] == 0).all()
 
 
-def test_a_call_end_that_no_token_has_is_refused(tmp_path, capsys):
+def test_a_call_end_is_a_part_of_a_token_or_refused(tmp_path, capsys):
+    """As `)` is in a vocabulary with tokens such as `=)`."""
+    run("reinforce_pp_tools", call_end="al", num_iterations=1, run_dir=tmp_path / "run")
     assert "--call_end §: " in refused(capsys, run, "reinforce_pp_tools", call_end="§", run_dir=tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+import make_tools
 import make_toy
 import pytest
 from conftest import ROOT, SKELETONS, read_jsonl
@@ -10,11 +11,12 @@ from zoo import run
 TOY = ROOT / "toy"
 
 
-def test_same_seed_same_files(tmp_path):
-    data = make_toy.make_data(seed=0)
-    for name in data.keys() - {"curriculum"}:  # which is not committed
-        make_toy.write_jsonl(tmp_path / "file", data[name])
-        assert (tmp_path / "file").read_bytes() == (TOY / f"{name}.jsonl").read_bytes(), name
+@pytest.mark.parametrize("module, folder", [(make_toy, TOY), (make_tools, TOY / "tools")])
+def test_same_seed_same_files(module, folder, tmp_path):
+    data = module.make_data(seed=0)
+    for path in folder.glob("*.jsonl"):
+        make_toy.write_jsonl(tmp_path / "file", data[path.stem])
+        assert (tmp_path / "file").read_bytes() == path.read_bytes(), path.name
 
 
 def chain_value(prompt: str) -> int:

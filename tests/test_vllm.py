@@ -114,6 +114,7 @@ def test_experts_and_recurrent_layers_are_refused(name, capsys):
 
 
 def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
+    """No two prompts have one seed. Log-probs are those at the temperature."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
@@ -122,7 +123,10 @@ def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeyp
     token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
     tokens = script.start_engine.engine.options["kv_cache_memory_bytes"] / token_size
     assert 16 * 496 <= tokens <= 16 * 520 and script.start_engine.engine.options["max_num_seqs"] == 16
+    seeds = []
     for _ in range(2):
         assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
         assert script.start_engine.engine.is_asleep
+        seeds += [settings.seed for settings in script.start_engine.engine.settings]
+    assert len({*seeds}) == 4 and script.start_engine.engine.options["logprobs_mode"] == "processed_logprobs"
     monkeypatch.delitem(sys.modules, "vllm")

@@ -132,7 +132,7 @@ def run(script: str, **flags) -> None:
 # For sft.py, reward_model.py and dpo.py, with data in toy/
 STAGE_DATA = {"sft": "demonstrations", "reward_model": "preferences_train", "dpo": "preferences_train"}
 PAIRS = [
-    {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"},
+    {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7", "margin": 0.0},
     {"prompt": "1 - 2 + 3 - 4 ?", "chosen": "answer 8", "rejected": "think 9 answer 9", "margin": 0.5},
     {"prompt": "9 ?", "chosen": "answer 9", "rejected": "answer 1"},
 ]
@@ -143,6 +143,11 @@ def few(name: str, count: int, folder: Path) -> Path:
     """A file with the first rows of the toy's data for a script."""
     rows = read_jsonl(ROOT / "toy" / f"{STAGE_DATA.get(name, 'heldout')}.jsonl")
     return write_jsonl(folder / f"{name}.jsonl", rows[:count])
+
+
+def held_out(name: str, data: Path | None, size: int) -> dict:
+    """Flags of a run of stage `name`: sft.py evaluates the last `size` examples, others the file, if there is one."""
+    return {"eval_size": size} if name == "sft" else {"eval_dataset": data}
 
 
 def run_stage(script, **flags) -> None:

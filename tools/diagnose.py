@@ -67,11 +67,11 @@ def findings(flags: dict, rows: list[dict]):
     rows = [row for row in rows if "score" in row]  # without the evaluation before training
 
     # NaN is not below anything, and far smaller numbers than the largest float overflow below.
-    if wrong := [
-        (name, x, row["iteration"]) for row in rows for name, x in row.items() if not abs(x) < 1e100
-    ]:
-        yield "not finite", "{} is {} in iteration {}".format(*wrong[0])
-        return
+    for row in rows:
+        for name, x in row.items():
+            if not abs(x) < 1e100:
+                yield "not finite", f"{name} is {x} in iteration {row['iteration']}"
+                return
 
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if name in row] or [0.0]
@@ -128,14 +128,11 @@ def main(run: tyro.conf.Positional[Run]) -> None:
     if not is_number or not isinstance(flags, dict):
         raise ValueError(f"{run}: a metric is no number, or args.json holds no flags.")
     if (count := sum("score" in row for row in rows)) < 5:
-        raise ValueError(
-            f"{run} has {count} iterations of a policy script, which is too few to tell. Wait for 5."
-        )
+        reason = f"{count} iterations of a policy script, which is too few to tell"
+        raise ValueError(f"{run} has {reason}. Wait for 5.")
     found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
-    print(
-        *found or [f"No problem found. Metrics cannot show everything, so also read the samples of {run}."],
-        sep="\n",
-    )
+    nothing = f"No problem found. Metrics cannot show everything, so also read the samples of {run}."
+    print(*found or [nothing], sep="\n")
     if count < 20:
         print("Not checked yet: the other rules need 20 iterations.")
     logged = {"/".join(name.split("/")[:2]) for row in rows for name in row}

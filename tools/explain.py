@@ -49,9 +49,8 @@ class Args:
         if unknown := {*self.scripts} - {*sync.policy_scripts()}:
             raise ValueError(f"--scripts {' '.join(unknown)}: use some of {', '.join(sync.policy_scripts())}")
         if len(self.scores) != len(self.lengths) or len(self.scores) < 2:
-            raise ValueError(
-                f"{len(self.scores)} --scores, {len(self.lengths)} --lengths: give two or more of each"
-            )
+            found = f"{len(self.scores)} --scores, {len(self.lengths)} --lengths"
+            raise ValueError(f"{found}: give two or more of each")
         if min(self.lengths) < 1 or not self.ratio > 0:
             raise ValueError(f"--lengths must be 1 or more, and --ratio {self.ratio:g} above 0")
         k = self.samples_per_prompt

@@ -74,9 +74,8 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     if wrong := [x for x in (name, *chosen) if x not in sources]:
         raise ValueError(f"{wrong[0]} is no policy script; ADVANTAGE and LOSS can be {', '.join(sources)}")
     if others or name == loss:
-        raise ValueError(
-            f"use two different policy scripts as ADVANTAGE and LOSS, and not {name}, {','.join(chosen)}"
-        )
+        given = f"{name}, {','.join(chosen)}"
+        raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS, and not {given}")
     source, block = sources[name], OWN.findall(sources[name])[1]
     mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
     for script, function in ((name, mine), (loss, theirs)):
@@ -102,16 +101,12 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     # The flags: out go those that only the old loss reads, in come those that the new one reads.
     own, other = flags_of(block), flags_of(OWN.findall(sources[loss])[1])
     gone = (read_in("".join(old.values()), own) - read_in(rest, own)) | STEPS
-    added = {
-        x: line
-        for x, line in other.items()
-        if x in (read_in("".join(new.values()), other) | STEPS) - {"kl_coef"}
-    }
+    wanted = (read_in("".join(new.values()), other) | STEPS) - {"kl_coef"}
+    added = {x: line for x, line in other.items() if x in wanted}
     if twice := [x for x in added if x in own and x not in gone and added[x] != own[x]]:
         raise ValueError(f"{name} with {loss}: both have a flag {twice[0]}, and they differ")
-    compares, is_compared = (
-        re.search(r'"(kl|ref_logprobs)"', text) for text in ("".join(mine[x] for x in kept), code)
-    )
+    texts = "".join(mine[x] for x in kept), code
+    compares, is_compared = (re.search(r'"(kl|ref_logprobs)"', text) for text in texts)
     if compares and is_compared:
         raise ValueError(
             f"{name} with {loss}: both have a KL; use a loss without one, such as gdpo's or reinforce_pp's"
@@ -126,9 +121,8 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
 
     for x in re.findall(r'\bbatch\["(\w+)"\]', code):
         if f'"{x}"' not in rest:
-            raise ValueError(
-                f"{name} with {loss}: the loss reads batch[{x!r}], which {name}.py does not compute"
-            )
+            reason = f"the loss reads batch[{x!r}], which {name}.py does not compute"
+            raise ValueError(f"{name} with {loss}: {reason}")
     known = {*dir(builtins), *symtable(source, name, "exec").get_identifiers(), *new}
     if unknown := sorted(globals_in(symtable(code, loss, "exec")) - known):
         raise ValueError(f"{name} with {loss}: the loss needs {unknown[0]}, which {name}.py does not have")

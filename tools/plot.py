@@ -72,9 +72,8 @@ def draw(runs: dict[str, list[dict]], path: Path):
     return figure
 
 
-Runs = Annotated[
-    tuple[Path, ...], tyro.conf.arg(help="run folders", metavar="RUN ...", help_behavior_hint="")
-]
+run_folders = tyro.conf.arg(help="run folders", metavar="RUN ...", help_behavior_hint="")
+Runs = Annotated[tuple[Path, ...], run_folders]
 Out = Annotated[Path, tyro.conf.arg(help="the PNG to write")]
 
 
@@ -84,9 +83,7 @@ def main(runs: tyro.conf.Positional[Runs], out: Out = Path("plot.png")) -> None:
     if out.suffix != ".png":
         raise ValueError(f"--out {out}: use a name that ends in .png")
     if not importlib.util.find_spec("matplotlib"):
-        raise ValueError(
-            "matplotlib is not installed. Run pip install --group test, or pip install matplotlib."
-        )
+        raise ValueError("matplotlib is not installed. Run pip install matplotlib.")
     draw({str(run): read_run(run)[1] for run in runs}, out)
     print(f"Wrote {out}.")
 

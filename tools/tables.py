@@ -11,22 +11,10 @@ import tempfile
 from collections import Counter, defaultdict
 from unittest.mock import patch
 
-from sync import (
-    CORE,
-    OWN,
-    REFUSED,
-    ROOT,
-    STAGES,
-    features,
-    features_of,
-    fits,
-    functions,
-    paths,
-    policy_scripts,
-)
+import sync
 
 # The policy scripts in the order of the tables
-METHODS = [*CORE, *(name for name in policy_scripts() if name not in CORE)]
+METHODS = [*sync.CORE, *(name for name in sync.policy_scripts() if name not in sync.CORE)]
 # Flags that the table of print_flags shows in a column of their own, or not at all
 SHOWN_APART = ("samples_per_prompt", "kl_coef", "num_minibatches", "update_epochs", "learning_rate")
 
@@ -34,21 +22,21 @@ SHOWN_APART = ("samples_per_prompt", "kl_coef", "num_minibatches", "update_epoch
 def print_scripts(folder: str) -> None:
     """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
     print("\n| script | what it does |\n|---|---|")
-    own = [*policy_scripts(), *features().values()]  # not those that `make variant` has made
-    names = [name for name, path in paths().items() if path.parent.name == folder and name in own]
-    for name in names or [*STAGES, *CORE]:
-        path = paths()[name]
+    own = [*sync.policy_scripts(), *sync.features().values()]  # not those that `make variant` has made
+    names = [name for name, path in sync.paths().items() if path.parent.name == folder and name in own]
+    for name in names or [*sync.STAGES, *sync.CORE]:
+        path = sync.paths()[name]
         [title] = re.findall(r'^"""(.*)\.$', path.read_text(), re.MULTILINE)
-        page = f"{'stages' if name in STAGES else 'methods'}.md#{name}"
+        page = f"{'stages' if name in sync.STAGES else 'methods'}.md#{name}"
         if folder == "variants":
-            page = f"variants.md#{features_of(name)[0]}"
-        print(f"| [`{name}.py`]({path.relative_to(ROOT)}) | {title} ([more](docs/{page})) |")
+            page = f"variants.md#{sync.features_of(name)[0]}"
+        print(f"| [`{name}.py`]({path.relative_to(sync.ROOT)}) | {title} ([more](docs/{page})) |")
     print()
 
 
 def print_diff(a: str, b: str, function: str) -> None:
     """Print how the code of a function differs between two scripts, as Markdown. README.md begins with it."""
-    texts = (functions(paths()[name].read_text())[function] for name in (a, b))
+    texts = (sync.functions(sync.paths()[name].read_text())[function] for name in (a, b))
     old, new = (re.sub(r'\n *""".*?"""', "", text, flags=re.DOTALL).splitlines() for text in texts)
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
     lines = [line.rstrip() for line in lines if line[:2] not in ("@@", " @")]
@@ -58,23 +46,24 @@ def print_diff(a: str, b: str, function: str) -> None:
 def print_patches() -> None:
     """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
     print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
-    for path in sorted((ROOT / "patches").glob("*.patch")):
+    for path in sorted((sync.ROOT / "patches").glob("*.patch")):
         what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
-        scripts = fits(path.read_text())
+        scripts = sync.fits(path.read_text())
         names = " ".join(f"`{name}`" for name in scripts)
-        names = "all policy scripts" if scripts == policy_scripts() else names
+        names = "all policy scripts" if scripts == sync.policy_scripts() else names
         print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
     print()
 
 
 def print_refused() -> None:
     """Print the scripts and features that do not go together, in docs/variants.md."""
-    print("\n" + "\n".join(f"- `{a}` with `{b}`: {reason}." for (a, b), reason in REFUSED.items()) + "\n")
+    lines = [f"- `{a}` with `{b}`: {reason}." for (a, b), reason in sync.REFUSED.items()]
+    print("", *lines, "", sep="\n")
 
 
 def code_of(name: str, function: str) -> str:
     """A function of a script without its docstring and comments."""
-    tree = ast.parse(functions(paths()[name].read_text())[function])
+    tree = ast.parse(sync.functions(sync.paths()[name].read_text())[function])
     if ast.get_docstring(tree.body[0]):
         tree.body[0].body.pop(0)
     return ast.unparse(tree)
@@ -124,12 +113,10 @@ def print_flags() -> None:
 
     norms = load("norms")
     clipped = {row["script"]: f"{100 * row['steps clipped']:.0f} %" for row in norms}
-    print(
-        "\n| method | k | KL in, β | steps | norm clipped | 10 times the scores | other flags |\n|"
-        + "---|" * 7
-    )
+    print("\n| method | k | KL in, β | steps | norm clipped | 10 times the scores | other flags |")
+    print("|" + "---|" * 7)
     for name in METHODS:
-        block = OWN.findall(paths()[name].read_text())[1]
+        block = sync.OWN.findall(sync.paths()[name].read_text())[1]
         fields = dataclasses.fields(importlib.import_module(name).Args)
         flags = {field.name: field.default for field in fields}
         place = "reward" if 'rollout["kl"]' in block else "loss" if 'batch["ref_logprobs"]' in block else ""
@@ -145,12 +132,12 @@ def print_flags() -> None:
     print_provenance(norms)
 
 
-def costs(name: str, batch: int = 16) -> tuple:
+def costs(name: str) -> tuple:
     """What an iteration of a script needs, counted: trained and frozen models, their bytes, responses, passes."""
     import torch
     from zoo import run
 
-    rows, models = Counter(), defaultdict(set)
+    rows, models, batch_size = Counter(), defaultdict(set), 16
     script = importlib.import_module(name)
     original = script.generate
 
@@ -175,10 +162,10 @@ def costs(name: str, batch: int = 16) -> tuple:
         patch.object(script, "generate", generate),
         patch.object(script, "check_sampling", lambda *_: None),  # two passes when a model is loaded
     ):
-        run(name, num_iterations=1, batch_size=batch, run_dir=folder)
+        run(name, num_iterations=1, batch_size=batch_size, run_dir=folder)
     hook.remove()
     trained, frozen = len(models["trained"]), len(models["frozen"] - models["trained"])
-    generated, forward, backward = (f"{rows[x] / batch:g}" for x in ("generated", "frozen", "trained"))
+    generated, forward, backward = (f"{rows[x] / batch_size:g}" for x in ("generated", "frozen", "trained"))
     if hasattr(script.Args, "max_rollouts"):  # as many as dynamic sampling needs
         generated = f"1 to {script.Args.max_rollouts}"
     return trained, frozen, 16 * trained + 4 * frozen, generated, forward, backward

@@ -45,6 +45,7 @@ class LLM:
 
     def generate(self, requests, settings, use_tqdm):
         assert not self.is_asleep
+        self.settings = settings
         k, heat = settings[0].n, settings[0].temperature
         prompts = [request["prompt_token_ids"] for request in requests]
         args = grpo.Args(max_response_length=settings[0].max_tokens, temperature=heat or 1.0)

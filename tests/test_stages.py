@@ -1,16 +1,21 @@
-"""sft.py: the loss is on completion and EOS only, each token with the same weight. Runs of stages 1 and 2."""
+"""Stages 1 and 2, sft.py, reward_model.py and dpo.py: losses, what a text begins and ends with, bad rows, runs."""
 
 import dataclasses
+import importlib
 import json
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import resume
 import sync
+import tokenizers
 import torch
+import transformers
 import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
-from zoo import STAGE_MODELS, few, run_stage
+from zoo import STAGE_DATA, STAGE_MODELS, few, run_stage
 
 import dpo
 import reward_model
@@ -52,6 +57,7 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(tmp_path, name):
 USER, PREFIX = {"role": "user", "content": "3 ?"}, {"role": "assistant", "content": "think 3"}
 ANSWER = {"role": "assistant", "content": "answer 8"}
 TURN, CHAT_ENDS = "<bos> <user> 3 ? <end> <model>", "answer 8 <end>"
+TWO_TOKENS = TURN.replace("<end>", "<end> =")
 TOOLS = {"tools": [{"type": "function", "function": {"name": "7"}}], "chat_template_kwargs": {"think": True}}
 TEMPLATES = {
     "chat": zoo.CHAT,
@@ -68,20 +74,8 @@ TRAPS = {
     "special": ("chat", {"prompt": "3 <user> ?"}, "<end> 8", "<bos> 3 <user> ?", "<end> 8 <eos>"),
     "chat": ("chat", {"prompt": [USER]}, "answer 8", TURN, CHAT_ENDS),
     "chat with its end": ("chat", {"prompt": [USER]}, "answer 8 <end>", TURN, CHAT_ENDS),
-    "two tokens": (
-        "two tokens",
-        {"prompt": [USER]},
-        "answer 8",
-        TURN.replace("<end>", "<end> ="),
-        CHAT_ENDS + " =",
-    ),
-    "half its end": (
-        "two tokens",
-        {"prompt": [USER]},
-        CHAT_ENDS,
-        TURN.replace("<end>", "<end> ="),
-        CHAT_ENDS + " =",
-    ),
+    "two tokens": ("two tokens", {"prompt": [USER]}, "answer 8", TWO_TOKENS, CHAT_ENDS + " ="),
+    "half its end": ("two tokens", {"prompt": [USER]}, CHAT_ENDS, TWO_TOKENS, CHAT_ENDS + " ="),
     "no special end": ("no special", {"prompt": [USER]}, "answer 8", "3 ? -", "answer 8 - <eos>"),
     "continued": ("chat", {"prompt": [USER, PREFIX]}, "= 3", TURN + " think 3", "= 3 <end>"),
     "messages": ("chat", {"prompt": [USER]}, [ANSWER], TURN, CHAT_ENDS),
@@ -116,24 +110,20 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
 
 
 @pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-def test_the_screen_has_a_header_a_row_an_iteration_and_what_to_do_next(
-    script, tmp_path, monkeypatch, capsys
-):
+def test_the_screen_has_a_header_rows_and_what_to_do_next(script, tmp_path, monkeypatch, capsys):
     (tmp_path / "toy").symlink_to(ROOT / "toy")
     monkeypatch.chdir(tmp_path)
     data = f"{'as_long_as_the_names':_<22}.jsonl"  # of the toy
     few(script.__name__, 16, tmp_path).rename(data)
-    flags = {"dataset": data, "batch_size": 4, "run_dir": "run"}
-    flags |= {"eval_size": 4} if script is sft else {"eval_dataset": data}
+    flags = {"dataset": data, "batch_size": 4, "run_dir": "run"} | zoo.held_out(script.__name__, data, 4)
     count = 3 if script is sft else 4  # iterations of an epoch
     for epochs, words in ((1, "(new)"), (2, f"(resumed after iteration {count})")):
         run_stage(script, num_epochs=epochs, **flags)
         said, errors = capsys.readouterr()
         lines = said.splitlines()
         assert errors == "" and max(map(len, lines)) <= 100
-        assert lines[0] == f"{script.__name__}.py: 1 process on cpu, float32" and lines[1].startswith(
-            "  model "
-        )
+        assert lines[0] == f"{script.__name__}.py: 1 process on cpu, float32"
+        assert lines[1].startswith("  model ")
         assert f"  run folder  run {words}" in lines and lines.count(script.HEADER) == 1
         rows = [int(line[:5]) for line in lines if line[:5].strip().isdigit() and line[5:6] == " "]
         assert rows == [*range((epochs - 1) * count + 1, epochs * count + 1)]
@@ -150,7 +140,7 @@ def test_help_has_every_flag(script, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[0] for line in lines if line.startswith("  --")}
     assert found == {f"--{field.name}" for field in dataclasses.fields(script.Args)}
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines[1:])) <= 100  # the first has the path of pytest
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -171,10 +161,10 @@ def test_shared_functions_are_the_same():
     own |= {"log_samples"}
     sources = {name: sync.functions(sync.paths()[name].read_text()) for name in ("grpo", *sync.STAGES)}
     # They do not sample with a cache.
-    check = (
+    call = (
         "    if auto_class is transformers.AutoModelForCausalLM:\n        check_sampling(args, flag, model)\n"
     )
-    sources["grpo"]["load_model"] = sources["grpo"]["load_model"].replace(check, "")
+    sources["grpo"]["load_model"] = sources["grpo"]["load_model"].replace(call, "")
     for name in sync.STAGES:
         texts = sources["grpo"] | {x: sources["sft"][x] for x in ["split_chat"]}
         names = {function for function, text in sources[name].items() if texts.get(function, text) != text}
@@ -188,7 +178,7 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     """It ends in half a line of the metrics."""
     data = few(script.__name__, 64, tmp_path)
     flags = {"dataset": data, "batch_size": 8, "num_epochs": 3, "save_every": 5, "eval_every": 7}
-    flags |= {"warmup_iterations": 4} | ({"eval_size": 8} if script is sft else {"eval_dataset": data})
+    flags |= {"warmup_iterations": 4} | zoo.held_out(script.__name__, data, 8)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_stage(script, **flags, run_dir=whole)
     with resume.interrupted(script, "optimizer_step", call=9):
@@ -207,6 +197,7 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     evaluated = {*range(0, len(rates), 7), len(rates)}
     assert {x["iteration"] for x in lines if "eval/loss" in x} == evaluated
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
+    shutil.rmtree(killed / "model")  # as after a kill behind the last checkpoint
     run_stage(script, **flags, run_dir=killed)
     assert before == {path: path.read_bytes() for path in before}
     flags["batch_size"] = 4
@@ -264,6 +255,7 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
     "script, columns, flags, words",
     [
         (sft, {}, {"batch_size": 4}, "3 of 3 examples need 4. --batch_size"),
+        (sft, {}, {"eval_size": 1}, "3 of 3 examples need 4. --eval_size"),
         (sft, {"completion": "3 + " * 100}, {}, "--max_length 1024: 128 positions"),
         (sft, {"messages": [USER, ANSWER]}, {}, "row 2 toy/base template"),
         (sft, {}, {"eval_size": -1}, "--eval_size -1 0 or more."),
@@ -275,24 +267,15 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (dpo, {}, {"beta": 0.0}, "--beta 0.0"),
         (dpo, {}, {"eval_dataset": "no.jsonl"}, "--eval_dataset no.jsonl"),
         *((script, {}, {name: 0}, f"--{name} 0: above 0") for script in STAGES for name in COUNTS),
-        *(
-            (script, {}, {"max_grad_norm": x}, f"--max_grad_norm {x}: above 0")
-            for script in STAGES
-            for x in (0.0, math.nan)
-        ),
-        *(
-            (script, {}, {"learning_rate": x}, f"{x}: 0 or more")
-            for script in STAGES
-            for x in (-1.0, math.nan)
-        ),
+        *((script, {}, {"max_grad_norm": x}, f"{x}: above 0") for script in STAGES for x in (0.0, math.nan)),
+        *((x, {}, {"learning_rate": y}, f"{y}: 0 or more") for x in STAGES for y in (-1.0, math.nan)),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path, capsys, script, columns, flags, words):
     good = ROWS[2] if script is sft else PAIR
     data = write_jsonl(tmp_path / "data.jsonl", [good, good, good | columns])
     default = {"dataset": data, "batch_size": 3, "run_dir": tmp_path / "run"}
-    if script is sft:
-        default["eval_size"] = 0
+    default |= zoo.held_out(script.__name__, None, 0)
     said = zoo.refused(capsys, run_stage, script, **default | flags)
     assert all(word in said for word in words.split()) and not (tmp_path / "run").exists(), said
 
@@ -305,11 +288,221 @@ GOOD = json.dumps(ROWS[2] | PAIR).encode()
 def test_a_broken_line_is_named_and_a_bom_and_blank_lines_are_read(script, end, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n\n" + GOOD + b"\n\n")
-    flags = {"dataset": data, "batch_size": 2, "num_epochs": 1, "eval_every": 0, "run_dir": tmp_path / "run"}
-    if script is sft:
-        flags["eval_size"] = 0
+    flags = {"dataset": data, "batch_size": 2, "num_epochs": 1, "run_dir": tmp_path / "run"}
+    flags |= zoo.held_out(script.__name__, None, 0)
     data.write_bytes(data.read_bytes()[:-2] + end)
     assert f"--dataset {data}, line 4: not valid JSON" in zoo.refused(capsys, run_stage, script, **flags)
     data.write_bytes(data.read_bytes().removesuffix(end) + b"\n\n")
     run_stage(script, **flags)
     assert "2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_a_long_pair_is_cut_at_its_end(name, tmp_path):
+    module, tokenizer, model = importlib.import_module(name), zoo.make_tokenizer(), zoo.make_model("llama")
+    pair = {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7"}
+    data, found = str(write_jsonl(tmp_path / "pairs.jsonl", [pair])), []
+    for length in (100, 7):
+        (row,) = module.load_rows(module.Args(max_length=length), data, "train", model, tokenizer)
+        found.append(row["chosen_ids"])
+    assert len(found[1]) == 7 and found[1] == found[0][:7]
+
+
+def test_an_example_of_max_length_tokens_is_kept(tmp_path):
+    """With its EOS; a longer one is left out, and one whose prompt has no token."""
+    rows = [{"prompt": "3 ?", "completion": " ".join("1" * n)} for n in (1, 4, 5, 6, 9)]
+    rows.append({"prompt": " ", "completion": "1 1"})
+    data, tokenizer = str(write_jsonl(tmp_path / "data.jsonl", rows)), zoo.make_tokenizer()
+    args = sft.Args(dataset=data, batch_size=1, eval_size=0, max_length=8)
+    found = sft.load_rows(args, zoo.make_model("llama"), tokenizer)
+    assert [len(row["input_ids"]) for row in found] == [4, 7, 8]
+
+
+def test_held_out_examples_of_sft_are_the_last_and_not_learned(tmp_path, monkeypatch):
+    rows = read_jsonl(few("sft", 20, tmp_path))
+    learned, evaluated = (zoo.recorded(monkeypatch, sft, name) for name in ("choose_rows", "evaluate"))
+    flags = {"dataset": tmp_path / "sft.jsonl", "eval_size": 4, "batch_size": 8, "num_epochs": 2}
+    run_stage(sft, run_dir=tmp_path / "run", **flags)
+    prompts = [row["prompt"] for row in rows]
+    assert {row["prompt"] for _, found in learned for row in found} == {*prompts[:16]}
+    assert [[row["prompt"] for row in args[-1]] for args, _ in evaluated] == [prompts[16:]] * 2
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {x["prompt"] for x in samples} <= {*prompts[16:]}
+    assert not [x for x in samples if "?" in x["response"]]  # with which each prompt ends
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch):
+    module, rows = importlib.import_module(name), read_jsonl(few(name, 24, tmp_path))
+    (tmp_path / "data").mkdir()
+    for split, part in (("train", rows[:16]), ("test", rows[16:])):
+        write_jsonl(tmp_path / "data" / f"{split}.jsonl", part)
+    evaluated = zoo.recorded(monkeypatch, module, "evaluate")
+    data = {"dataset": tmp_path / "data", "eval_dataset": tmp_path / "data"}
+    run_stage(module, batch_size=8, num_epochs=1, run_dir=tmp_path / "run", **data)
+    for args, _ in evaluated:
+        [found] = [x for x in args if isinstance(x, list)]
+        assert [row["prompt"] for row in found] == [row["prompt"] for row in rows[16:]]
+    assert len(evaluated) == 2
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {x["prompt"] for x in samples} <= {row["prompt"] for row in rows[16:]}
+    if name == "reward_model":  # of the chosen and the rejected response
+        shown = [row[side] for row in rows[16:19] for side in ("chosen", "rejected")]
+        assert [x["response"] for x in samples[6:]] == shown
+        assert [x["score"] for x in samples[6:]] == evaluated[-1][1][1].T[:3].flatten().tolist()
+
+
+@pytest.mark.parametrize("name", STAGE_DATA)
+def test_a_stage_measures_its_update_alone_and_logs_before_it_saves(name, tmp_path, monkeypatch):
+    module, data, clock, calls = importlib.import_module(name), few(name, 16, tmp_path), [0.0], []
+
+    def watched(call, function):
+        def stand_in(*args):
+            result = function(*args)
+            clock[0] += {"update": 2, "evaluate": 100}.get(call, 0)
+            calls.append((call, args))
+            return result
+
+        return stand_in
+
+    in_order = ("update", "evaluate", "log", "log_samples", "save_checkpoint", "save_model")
+    for call in in_order:
+        monkeypatch.setattr(module, call, watched(call, getattr(module, call)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    flags = zoo.held_out(name, data, 8) | {"dataset": data, "batch_size": 8, "num_epochs": 1}
+    run_stage(module, run_dir=tmp_path / "run", **flags)
+    names, (args, *_) = zip(*calls[-6:])
+    assert names == in_order
+    (rate,) = (x for key, x in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1].items() if "_per_" in key)
+    assert rate == (args[3] if name == "sft" else 8) / 2
+
+
+# reward_model.py
+
+
+def test_large_differences_do_not_overflow():
+    assert (
+        reward_model.preference_loss(torch.tensor([1000.0, 1000.0, 1000.0, -1000.0]), torch.zeros(4)) == 250.0
+    )
+
+
+def test_the_loss_is_the_equation_of_the_docstring():
+    chosen, rejected, margins = [1.0, -0.5, 2.0], [0.25, 0.75, -1.0], [0.0, 0.5, 1.5]
+    rows = list(zip(chosen, margins, rejected))
+    expected = [-math.log(1 / (1 + math.exp(-(c - m - r)))) for c, m, r in rows]
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, margins)]
+    assert reward_model.preference_loss(*tensors).item() == pytest.approx(sum(expected) / 3, rel=1e-12)
+    args = reward_model.Args(center_rewards_coefficient=0.3)
+    centers = [0.3 * (c + r) ** 2 for c, _, r in rows]
+    assert reward_model.center_loss(args, *tensors[:2]).item() == pytest.approx(sum(centers) / 3, rel=1e-12)
+
+
+def test_a_text_without_a_prompt_has_one_bos():
+    """Of the tokenizer, of the text, or a BOS that is also EOS, as OPT's."""
+    tokenizer = zoo.make_tokenizer(bos=True)
+    for text in ("3 + 5 ? answer 8", "<bos> 3 + 5 ? answer 8"):
+        assert tokenizer.decode(reward_model.encode(tokenizer, "", text)) == "<bos> 3 + 5 ? answer 8 <eos>"
+    template = tokenizers.processors.TemplateProcessing
+    tokenizer.backend_tokenizer.post_processor = template("<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.bos_token = "<eos>"
+    for prompt, text in (("", "3 + 5 ? answer 8"), ("3 + 5 ?", "answer 8")):
+        assert (
+            tokenizer.decode(reward_model.encode(tokenizer, prompt, text)) == "<eos> 3 + 5 ? answer 8 <eos>"
+        )
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
+    """With padding on either side. transformers needs a pad token that is not EOS."""
+    start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer(pad=pad))
+    data, folder = write_jsonl(tmp_path / "pairs.jsonl", zoo.PAIRS), tmp_path / "run" / "model"
+    run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert saved.config.num_labels == 1
+    assert saved.config.pad_token_id == tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+    lists = [reward_model.encode(tokenizer, row["prompt"], row["chosen"]) for row in zoo.PAIRS]
+    lists += [reward_model.encode(tokenizer, row["prompt"], row["rejected"]) for row in zoo.PAIRS]
+    assert all(ids[-1] == tokenizer.eos_token_id for ids in lists)
+    with torch.no_grad():
+        alone = torch.stack([saved(torch.tensor([ids])).logits[0] for ids in lists])
+        assert alone.std() > 1e-3
+        for side in ("right", "left"):
+            batch = tokenizer.pad({"input_ids": lists}, padding_side=side, return_tensors="pt")
+            positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            scores = saved(**batch, position_ids=positions).logits
+            torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STAGE_MODELS[:4])
+def test_scores_are_those_of_one_unpadded_text_at_a_time(tmp_path, name):
+    """Through transformers' own head. Loss and metrics: test_metrics.py."""
+    start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer())
+    args = reward_model.Args(model=start, device="cpu", micro_batch_size=2, margin=0.7)
+    model, tokenizer = reward_model.load_model(args)
+    model.double()
+    data = write_jsonl(tmp_path / "pairs.jsonl", zoo.PAIRS)
+    rows = reward_model.load_rows(args, str(data), "train", model, tokenizer)
+    for batch in reward_model.micro_batches(args, rows):
+        part = batch["index"].tolist()
+        for scores, side in zip(reward_model.pair_scores(args, model, batch), ("chosen", "rejected")):
+            for i, score in zip(part, scores):
+                text = f"{zoo.PAIRS[i]['prompt']} {zoo.PAIRS[i][side]} <eos>"
+                expected = model(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0, 0]
+                torch.testing.assert_close(score, expected, rtol=1e-12, atol=0)
+        expected = [zoo.PAIRS[i].get("margin", args.margin) for i in part]
+        assert batch["margins"].tolist() == pytest.approx(expected)
+
+
+# dpo.py. The loss: test_conformance.py
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STAGE_MODELS)
+def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
+    model, tokenizer = zoo.make_model(name).double(), zoo.make_tokenizer()
+    data, args = write_jsonl(tmp_path / "pairs.jsonl", zoo.PAIRS), dpo.Args(device="cpu", micro_batch_size=2)
+    rows = dpo.load_rows(args, str(data), "train", model, tokenizer)
+    for batch in dpo.micro_batches(args, rows):
+        part = batch["index"].tolist()
+        for found, side in zip(dpo.response_logprobs(model, batch), ("chosen", "rejected")):
+            for i, logprob in zip(part, found):
+                start = len(tokenizer(zoo.PAIRS[i]["prompt"])["input_ids"])
+                ids = tokenizer(f"{zoo.PAIRS[i]['prompt']} {zoo.PAIRS[i][side]} <eos>")["input_ids"]
+                logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                expected = sum(logprobs[t - 1, ids[t]] for t in range(start, len(ids)))
+                torch.testing.assert_close(logprob, expected, rtol=1e-12, atol=0)
+
+
+def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):
+    tokenizer = zoo.make_tokenizer(bos=True, chat=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    right = ANSWER | {"content": "answer 3"}
+    other = ANSWER | {"content": "answer 4"}
+    rows = [
+        {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
+        {"prompt": [USER], "chosen": [right], "rejected": [other]},
+        {"prompt": "3 ?", "chosen": [USER, right], "rejected": [USER, other]},
+        {"chosen": [USER, right], "rejected": [USER, other]},
+        {"prompt": [USER], "chosen": [right, USER, right], "rejected": [right, USER, other]},
+    ]
+    data = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    args = dpo.Args(device="cpu", batch_size=5)
+    *rows, long = dpo.load_rows(args, str(data), "train", zoo.make_model("llama"), tokenizer)
+    for row in rows:
+        assert tokenizer.decode(row["chosen_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <end>"
+    assert tokenizer.decode(long["rejected_ids"]).count("3 ?") == 2  # nothing of the conversation is lost
+    for batch in dpo.micro_batches(args, rows):
+        assert batch["response_mask"].tolist() == [[False] * 6 + [True] * 3] * 8
+
+
+def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp_path, capsys):
+    args, model = dpo.Args(max_length=12), zoo.make_model("llama")
+    rows = [*zoo.PAIRS, zoo.PAIRS[2] | {"rejected": "answer 9"}, zoo.PAIRS[0] | {"prompt": "3 + " * 9 + "?"}]
+    data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
+    kept = dpo.load_rows(args, data, "train", model, zoo.make_tokenizer())
+    assert [row["prompt"] for row in kept] == [row["prompt"] for row in zoo.PAIRS]
+    assert "3 of 5 pairs" in capsys.readouterr().out
