@@ -59,6 +59,7 @@ BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
+RATE = re.compile(r"((?:real model needs|--learning_rate)(?: about)? \de-)(\d)")  # of a real model
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -313,11 +314,11 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with more features. A ValueError says why there is none."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
     known, parents = features(root), variants(root)
-    if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
+    if name not in (*policy_scripts(root), *parents, *STAGES) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
-    text = bare[name]
+    text = HEADER.sub("", OWN.sub("# own", sources[name]))
     halves = [x for x in bare if f"{script}_".startswith(f"{x}_") or script.endswith(f"_{x}")]  # of a mix
     for feature in chosen:
         for other in (*halves, *present):
@@ -328,6 +329,11 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
         text, lost = carry(text, bare[parent], bare[variant])
+        if name in STAGES:  # in place of the lost lines
+            path = root / "variants" / f"{name}_{feature}.patch"
+            if not path.exists():
+                raise ValueError(f"{name} with {feature}: only policy scripts have it")
+            text, lost = apply(text, path.read_text(), f"{path.name} does not fit {name}.py"), []
         # A default that the script has changed too stays the script's.
         lost = [x for x in lost if not re.fullmatch(r" +-    \w+: .* = .*\n +\+    \w+: .* = .*\n", x)]
         if lost:
@@ -341,9 +347,17 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     dependencies = fill(f"# dependencies = [{dependencies}]", 110, subsequent_indent="#" + " " * 17)
     first_lines = sources[name].partition("# dependencies")[0]
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
-    docstring, block = OWN.findall(sources[name])
-    docstring = started_as(docstring, name, Path("variants", f"{'_'.join([name, *chosen])}.py"))
-    return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
+    docstring, *block = OWN.findall(sources[name])
+    docstring = started_as(docstring, name, Path(folder_of(name), f"{'_'.join([name, *chosen])}.py"))
+    if name in STAGES:  # With A and B alone, a real model needs ten times the learning rate.
+        docstring, text = (RATE.sub(lambda x: f"{x[1]}{int(x[2]) - 1}", part) for part in (docstring, text))
+        docstring = docstring.replace(" LoRA,", "", 1)
+    return header + text.replace("# own", docstring, 1).replace("# own", "".join(block), 1)
+
+
+def folder_of(name: str) -> str:
+    """Where `variant` writes a script with a feature: those in variants/ follow the skeleton."""
+    return "runs" if name in STAGES else "variants"
 
 
 def started_as(text: str, name: str, path: Path) -> str:
@@ -478,8 +492,8 @@ def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
 
 
 def variant(name: str, chosen: str, root: Path = ROOT) -> int:
-    """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
-    return write(combine, name, chosen, "variants", root)
+    """Write a script with more features, such as lora,vllm, into variants/ or runs/. Returns the exit code."""
+    return write(combine, name, chosen, folder_of(name), root)
 
 
 def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:
