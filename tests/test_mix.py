@@ -162,9 +162,7 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
         and "# variant of remax_gspo.py with lora\n" in text
     )
     shutil.copytree(ROOT / "patches", folder / "patches")
-    patch = next(
-        x for x in sync.patches() if "remax" in sync.fits(SOURCES[x]) and "gspo" in sync.fits(SOURCES[x])
-    )
+    patch = next(x for x in sync.patches() if "remax" in sync.fits(x) and "gspo" in sync.fits(x))
     assert sync.patch("remax_gspo", patch, str(folder / "runs"), folder) == 0
     capsys.readouterr()
     for made in (("remax_gspo", "async"), ("rloo_flash_reinforce", "correction")):

@@ -50,6 +50,11 @@ REFUSED = {
     ("async", "vllm"): "each rank would have an engine, also those that only train; not tried",
     ("vllm", "top_entropy_tokens"): "its entropy is an estimate from the sampled token",
     ("vllm", "negative_tokens"): "its entropy is an estimate from the sampled token",
+    ("vllm", "float32_head"): "vLLM has its own output layer",
+    ("lora", "chunked_head"): "its reference is a function, which has no layers",
+    ("fsdp", "chunked_head"): "it would call layers without their weights",
+    ("gkd", "chunked_head"): "its divergence needs the log-probs of all possible tokens",
+    ("entropy_bonus", "chunked_head"): "the entropy needs the log-probs of all possible tokens",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add
@@ -391,7 +396,7 @@ def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     known = patches(root)
     if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
         raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
-    for pair in product(features_of(name, root), chosen):
+    for pair in product([name, *features_of(name, root), *chosen], chosen):
         if pair in REFUSED:
             raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
     text = paths(root)[name].read_text()
@@ -400,12 +405,12 @@ def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     return text
 
 
-def fits(diff: str) -> list[str]:
+def fits(patch: str) -> list[str]:
     """The stages and policy scripts that a patch fits."""
     found = []
     for name in [*STAGES, *policy_scripts()]:
         with suppress(ValueError):
-            apply(paths()[name].read_text(), diff)
+            patched(name, [patch])
             found.append(name)
     return found
 

@@ -60,7 +60,7 @@ def print_patches() -> None:
     print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
     for path in sorted((ROOT / "patches").glob("*.patch")):
         what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
-        scripts = fits(path.read_text())
+        scripts = fits(path.stem)
         names = " ".join(f"`{name}`" for name in scripts)
         names = "all policy scripts" if scripts == policy_scripts() else names
         print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")
