@@ -9,7 +9,7 @@ import test_estimators
 import torch
 import transformers
 import zoo
-from conftest import ROOT, SOURCES
+from conftest import ROOT, SOURCES, read_jsonl
 from planted import BUGS
 from references import kept_by_entropy, make_rollout, rows_of, spread
 from test_estimators import EXACT
@@ -215,6 +215,19 @@ def check_float32_head(patch, load, folder, monkeypatch):
     assert {*saved.state_dict()} == {*zoo.make_model(name).state_dict()}
 
 
+def check_rollouts(patch, load, folder, monkeypatch):
+    """A file for each logged iteration has all responses. Those of all ranks: the test of two ranks."""
+    module = load("rloo", patch)
+    calls = recorded(monkeypatch, module, "score")
+    run(module.__name__, num_iterations=4, log_every=2, run_dir=folder / "run")
+    assert [x.name for x in sorted(folder.glob("run/rollout*"))] == ["rollout-2.jsonl", "rollout-4.jsonl"]
+    (_, tokenizer, rows, rollout), scores = calls[1]
+    lines = read_jsonl(folder / "run" / "rollout-2.jsonl")
+    assert [x["score"] for x in lines] == scores.tolist()
+    assert [x["response"] for x in lines] == tokenizer.batch_decode(module.response_ids(rollout))
+    assert [[x["prompt"], x["answer"]] for x in lines] == [[row["prompt"], row["answer"]] for row in rows]
+
+
 def check_8bit(patch, load, folder, monkeypatch):
     """The states of large weights have 8 bits, and a resumed run is the uninterrupted one. Needs bitsandbytes."""
     pytest.importorskip("bitsandbytes")
@@ -246,7 +259,7 @@ def check_correction(name, load, folder, monkeypatch):
 CHECKS = {"dual_clip": check_loss, "unbiased_kl": check_loss, "entropy_bonus": check_entropy}
 CHECKS |= dict.fromkeys(("top_entropy_tokens", "negative_tokens", "teacher_term"), check_advantages)
 CHECKS |= {"sampler_kl": check_sampler_kl, "mask_truncated": check_truncated, "chunked_head": check_chunks}
-CHECKS |= {"float32_head": check_float32_head, "adamw_8bit": check_8bit}
+CHECKS |= {"float32_head": check_float32_head, "adamw_8bit": check_8bit, "log_rollouts": check_rollouts}
 CHECKS |= dict.fromkeys(("ipo", "simpo", "orpo"), check_pairs) | {"grpo_correction": check_correction}
 OF_TWO_RANKS = BUGS["top entropy of each rank"]
 OURS = [bug for bug in BUGS.values() if bug.tests == "test_patches.py" and bug != OF_TWO_RANKS]
@@ -267,13 +280,19 @@ def test_a_planted_bug_is_noticed(bug, load, tmp_path, monkeypatch):
 def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
     """Also with small micro-batches. A threshold of each rank is noticed."""
     names = [load("rloo", "top_entropy_tokens", "entropy_bonus").__name__, "grpo_correction"]
-    names.append(load("grpo", "mask_truncated", "sampler_kl", "chunked_head").__name__)
+    names.append(load("grpo", "mask_truncated", "sampler_kl", "chunked_head", "log_rollouts").__name__)
     monkeypatch.setitem(SOURCES, OF_TWO_RANKS.script, OF_TWO_RANKS.plant(SOURCES[OF_TWO_RANKS.script]))
     names.append(load("rloo", OF_TWO_RANKS.script).__name__)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     results = []
     for ranks in (1, 2):
-        flags = {"num_iterations": 1, "batch_size": 16, "max_response_length": 12, "eval_every": 0}
+        flags = {
+            "num_iterations": 1,
+            "batch_size": 16,
+            "max_response_length": 12,
+            "eval_every": 0,
+            "log_every": 1,
+        }
         flags["micro_batch_size"] = 8 // ranks
         (tmp_path / str(ranks)).mkdir()
         flags["reward"] = f"{ROOT}/tests/driver.py:reward"
@@ -281,6 +300,8 @@ def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
         own = {name: {"num_minibatches": 1} for name in names if name.startswith("grpo")}
         cases = [{"script": x, "sample": False, "flags": flags | own.get(x, {})} for x in names]
         results.append(record(tmp_path / str(ranks), cases, ranks))
+    logs = [read_jsonl(tmp_path / str(ranks) / "seen.run2" / "rollout-1.jsonl") for ranks in (1, 2)]
+    assert logs[0] == logs[1] and len(logs[0]) == 16
     for name, one, two in zip(names, *results, strict=True):
         assert all(gradient.any() for gradient in one[0]["gradients"]), name
         pairs = zip(one[0]["gradients"], two[0]["gradients"], strict=True)

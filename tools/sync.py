@@ -3,6 +3,7 @@
     python tools/sync.py                            copy an edit of grpo.py's skeleton into the other scripts
     python tools/sync.py diff grpo rloo             show how two scripts differ
     python tools/sync.py variant rloo lora          write variants/rloo_lora.py, with the feature of grpo_lora.py
+    python tools/sync.py variant sft lora           write runs/sft_lora.py; lora is the only feature for a stage
     python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.

@@ -14,9 +14,10 @@ computes
 Only A and B have gradients, AdamW states and a place in the checkpoint. pi_ref is the policy without its
 adapter, so there is no second model. With --dtype bfloat16, W is stored in bfloat16, and A and B stay
 float32. model/ contains W + alpha/r B A. model/adapter contains A and B for peft, which adds them to --model.
-Because only A and B change, a real model needs about ten times the learning rate of grpo.py. The equations of
-GRPO are in grpo.py, and `make diff A=grpo B=grpo_lora` shows what LoRA changes. Not implemented: quantized
-weights.
+Because only A and B change, a real model needs about ten times the learning rate of grpo.py. To go on from an
+earlier adapter, give --adapter runs/a/model/adapter with its --model. `make variant SCRIPT=sft FEATURE=lora`
+writes the same for sft.py, and for dpo.py and reward_model.py. The equations of GRPO are in grpo.py, and
+`make diff A=grpo B=grpo_lora` shows what LoRA changes. Not implemented: quantized weights.
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python variants/grpo_lora.py
