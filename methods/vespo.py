@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
 # ///
-"""VESPO: GRPO with one weight for a response, 1 while the policy is unchanged and soon 0 after it has moved.
+"""VESPO: GRPO with one weight for a response, which falls to 0 as the policy moves away from it.
 
 Guobin Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization", arXiv 2602.10693. For each
 prompt, the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
