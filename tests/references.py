@@ -95,7 +95,7 @@ def grpo_advantages(args, rollout):
     return normalized(rollout["scores"].tolist(), args)
 
 
-gspo_advantages = cispo_advantages = sapo_advantages = dppo_advantages = grpo_advantages
+gspo_advantages = cispo_advantages = sapo_advantages = dppo_advantages = vespo_advantages = grpo_advantages
 
 
 def dapo_advantages(args, rollout):
@@ -395,6 +395,20 @@ def cispo_loss(args, batch, new, num_sequences, num_tokens):
         loss = loss - weight * token.advantage * token.new / num_tokens
         count += weight != ratio
     return loss, count / num_tokens
+
+
+def vespo_loss(args, batch, new, num_sequences, num_tokens):
+    """A response with the ratio W has the weight W^kappa exp(-lambda W), scaled to 1 at W = 1."""
+    products = {}
+    for token in tokens(batch, new):
+        products[token.row] = products.get(token.row, 1.0) * token.ratio.item()
+    loss = 0.0
+    for token in tokens(batch, new):
+        sign, W = "neg" if token.advantage < 0 else "pos", products[token.row]
+        kappa, rate = getattr(args, f"kappa_{sign}"), getattr(args, f"lambda_{sign}")
+        weight = W**kappa * math.exp(-rate * W) / math.exp(-rate)
+        loss = loss - weight * token.advantage * token.new / num_tokens
+    return loss, None
 
 
 def sapo_loss(args, batch, new, num_sequences, num_tokens):

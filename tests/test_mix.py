@@ -137,7 +137,7 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
     text = (folder / "variants" / "remax_gspo_lora.py").read_text()
     assert "    python variants/remax_gspo_lora.py\n" in text
     assert "# variant of remax_gspo.py with lora\n" in text
-    patch = next(x for x in sync.patches() if {"remax", "gspo"} <= {*sync.fits(SOURCES[x])})
+    patch = next(x for x in sync.patches() if {"remax", "gspo"} <= {*sync.fits(x)})
     assert sync.patch("remax_gspo", patch, str(folder / "runs"), folder) == 0
     capsys.readouterr()
     for made in (("remax_gspo", "async"), ("rloo_flash_reinforce", "correction")):

@@ -1,15 +1,20 @@
 """patches/ and grpo_correction.py against plain loops. A bug that is planted in one of them is noticed."""
 
+import math
+
 import pytest
 import references
 import sync
 import test_estimators
 import torch
-from conftest import ROOT, SOURCES
+import transformers
+import zoo
+from conftest import ROOT, SOURCES, read_jsonl
 from planted import BUGS
 from references import kept_by_entropy, make_rollout, rows_of, spread
 from test_estimators import EXACT
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import few, record, recorded, run
 
 CLOSE = dict(rtol=1e-4, atol=1e-6)
@@ -44,7 +49,7 @@ def start(module, name="toy/policy"):
 def check_loss(patch, load, folder, monkeypatch):
     if patch == "unbiased_kl":
         monkeypatch.setattr(references, "grpo_loss", references.unbiased_kl_loss)
-    scripts = sync.fits(SOURCES[patch])
+    scripts = sync.fits(patch)
     assert "grpo" in scripts
     for script in scripts:
         monkeypatch.setitem(test_estimators.MODULES, script, load(script, patch))
@@ -106,6 +111,139 @@ def check_pairs(patch, load, folder, monkeypatch):
     assert torch.stack(pairs[2:4]).any() != bool(power)  # of the reference
 
 
+def check_sampler_kl(patch, load, folder, monkeypatch):
+    """The gradient is that of rloo.py, plus that of the mean of log^2(pi_theta / pi_old) over tokens."""
+    *_, plain = one_iteration(load("rloo"), folder, monkeypatch)
+    module = load("rloo", patch)
+    args, rollout, _, gradient = one_iteration(module, folder, monkeypatch, sampler_kl_coef=0.7)
+    model, mask = start(module), rollout["response_mask"]
+    logprobs = module.token_logprobs(args, model, rollout)[mask]
+    (logprobs - rollout["old_logprobs"][mask]).square().mean().backward()
+    expected = torch.cat([x.grad.flatten() for x in model.parameters()])
+    assert_close(gradient - plain, 0.7 * expected, **CLOSE)
+
+
+def check_truncated(patch, load, folder, monkeypatch):
+    """The gradient is that of the complete responses alone. If there are none, there is no gradient."""
+    for script in ("grpo", "dapo", "gspo"):
+        flags = {"max_response_length": 16, "num_minibatches": 1, "micro_batch_size": 4}
+        _, rollout, _, gradient = one_iteration(load(script, patch), folder, monkeypatch, **flags)
+        complete = ~rollout["truncated"]
+        assert 0 < complete.sum() < len(complete) - 4
+        plain = load(script)
+        policy, before = start(plain), start(plain)
+        state = {"policy": policy, "optimizer": torch.optim.SGD(policy.parameters())}
+        args = plain.Args(device="cpu", learning_rate=1.0, max_grad_norm=math.inf, **flags)
+        plain.update(args, state, {name: x[complete] for name, x in rollout.items()}, 1.0)
+        pairs = zip(before.parameters(), policy.parameters())
+        assert_close(gradient, torch.cat([(x - y).detach().flatten() for x, y in pairs]), **CLOSE)
+        assert gradient.abs().max() > 0.01
+    for script in sync.fits(patch):
+        module = load(script, patch)
+        _, rollout, _, gradient = one_iteration(module, folder / "cut", monkeypatch, max_response_length=1)
+        assert rollout["truncated"].all() and not gradient.any(), script
+
+
+def gradient_of(model):
+    return torch.cat([x.grad.flatten() for x in model.parameters()])
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how large the largest new tensor is."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return result
+
+
+def measured(script, args, model, batch):
+    """Log-probs and their gradient, the largest tensor, and the shapes of the tensors kept for the backward pass."""
+    kept, largest = [], Largest()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x)
+    with largest, hooks:
+        logprobs = script.token_logprobs(args, model, batch)
+        (logprobs * torch.linspace(-1, 1, logprobs.shape[1])).sum().backward()
+    return (logprobs.detach(), gradient_of(model)), largest.numel, kept
+
+
+def check_chunks(patch, load, folder, monkeypatch):
+    """Log-probs and gradients are the script's, from tensors of at most 256 tokens, none of which is kept."""
+    V, T = 1000, 9
+    module, plain = load("rloo", patch), load("rloo")
+    args = module.Args(device="cpu", temperature=0.7)
+    for name in ("llama", "qwen2"):
+        batch = {"sequences": torch.randint(V, (64, 5 + T)), "response_mask": torch.rand(64, T) < 0.8}
+        batch["response_mask"][0] = False
+        batch["attention_mask"] = torch.ones(64, 5 + T, dtype=torch.long)
+        results = []
+        for script in (module, plain):
+            model = zoo.make_model(name, vocab_size=V).double()
+            result, largest, kept = measured(script, args, model, batch)
+            assert (largest <= 256 * V) == (script is module)
+            assert any(V in shape[-1:] for shape in kept) == (script is plain)
+            results.append(result)
+        assert_close(*results, rtol=1e-9, atol=1e-12)
+        assert not results[0][0][~batch["response_mask"]].any()
+    calls = recorded(monkeypatch, module, "chunk_logprobs")
+    gradients = [one_iteration(x, folder, monkeypatch)[-1] for x in (plain, module)]
+    assert_close(*gradients, **CLOSE)
+    assert any(result.requires_grad for _, result in calls)  # in the update
+
+
+def check_float32_head(patch, load, folder, monkeypatch):
+    """Under autocast too, in sampling and in training, with weights of the same names, tied or not."""
+    module = load("grpo", patch)
+    args = module.Args(device="cpu", dtype="bfloat16")
+    for name in ("llama", "qwen2"):
+        folder_of_model = zoo.save(folder / name, zoo.make_model(name), zoo.make_tokenizer())
+        model, _ = module.load_model(args, folder_of_model, transformers.AutoModelForCausalLM)
+        head, ids = model.get_output_embeddings(), torch.randint(3, 19, (4, 10))
+        with module.autocast(args), torch.no_grad():
+            states = model.get_decoder()(ids).last_hidden_state
+            logits = model(ids).logits
+        assert torch.equal(logits, states.float() @ head.weight.T.detach())
+        assert (head.weight is model.get_input_embeddings().weight) == (name == "qwen2")
+    flags = {"dtype": "bfloat16", "num_iterations": 1, "run_dir": folder / "run", "model": folder_of_model}
+    calls = recorded(monkeypatch, module, "log_distribution")
+    run(module.__name__, **flags)
+    assert {logits.dtype for (logits, _), _ in calls} == {torch.float32}
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+    assert {*saved.state_dict()} == {*zoo.make_model(name).state_dict()}
+
+
+def check_rollouts(patch, load, folder, monkeypatch):
+    """A file for each logged iteration has all responses. Those of all ranks: the test of two ranks."""
+    module = load("rloo", patch)
+    calls = recorded(monkeypatch, module, "score")
+    run(module.__name__, num_iterations=4, log_every=2, run_dir=folder / "run")
+    assert [x.name for x in sorted(folder.glob("run/rollout*"))] == ["rollout-2.jsonl", "rollout-4.jsonl"]
+    (_, tokenizer, rows, rollout), scores = calls[1]
+    lines = read_jsonl(folder / "run" / "rollout-2.jsonl")
+    assert [x["score"] for x in lines] == scores.tolist()
+    assert [x["response"] for x in lines] == tokenizer.batch_decode(module.response_ids(rollout))
+    assert [[x["prompt"], x["answer"]] for x in lines] == [[row["prompt"], row["answer"]] for row in rows]
+
+
+def check_8bit(patch, load, folder, monkeypatch):
+    """The states of large weights have 8 bits, and a resumed run is the uninterrupted one. Needs bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    module = load("grpo", patch)
+    runs = []
+    for name, lengths in {"whole": [3], "resumed": [2, 3]}.items():
+        for length in lengths:
+            run(module.__name__, num_iterations=length, run_dir=folder / name)
+        runs.append(torch.load(folder / name / "checkpoint.pt", weights_only=True))
+    states = [x["__bnb_optimizer_quant_state__"] for x in runs[0]["optimizer"]["state"].values()]
+    assert sum(x["state1"].dtype == torch.uint8 for x in states if "state1" in x) > 10
+    assert_close(runs[0]["policy"], runs[1]["policy"], rtol=0, atol=0)
+    before = start(module).state_dict()
+    assert all((x - before[name]).abs().max() > 0 for name, x in runs[0]["policy"].items())
+
+
 def check_correction(name, load, folder, monkeypatch):
     module = load(name)
     for level, mode in (("token", "mask"), ("sequence", "mask"), ("geometric", "truncate")):
@@ -120,6 +258,8 @@ def check_correction(name, load, folder, monkeypatch):
 
 CHECKS = {"dual_clip": check_loss, "unbiased_kl": check_loss, "entropy_bonus": check_entropy}
 CHECKS |= dict.fromkeys(("top_entropy_tokens", "negative_tokens", "teacher_term"), check_advantages)
+CHECKS |= {"sampler_kl": check_sampler_kl, "mask_truncated": check_truncated, "chunked_head": check_chunks}
+CHECKS |= {"float32_head": check_float32_head, "adamw_8bit": check_8bit, "log_rollouts": check_rollouts}
 CHECKS |= dict.fromkeys(("ipo", "simpo", "orpo"), check_pairs) | {"grpo_correction": check_correction}
 OF_TWO_RANKS = BUGS["top entropy of each rank"]
 OURS = [bug for bug in BUGS.values() if bug.tests == "test_patches.py" and bug != OF_TWO_RANKS]
@@ -140,17 +280,30 @@ def test_a_planted_bug_is_noticed(bug, load, tmp_path, monkeypatch):
 def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
     """Also with small micro-batches. A threshold of each rank is noticed."""
     names = [load("rloo", "top_entropy_tokens", "entropy_bonus").__name__, "grpo_correction"]
+    names.append(load("grpo", "mask_truncated", "sampler_kl", "chunked_head", "log_rollouts").__name__)
     monkeypatch.setitem(SOURCES, OF_TWO_RANKS.script, OF_TWO_RANKS.plant(SOURCES[OF_TWO_RANKS.script]))
     names.append(load("rloo", OF_TWO_RANKS.script).__name__)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     results = []
     for ranks in (1, 2):
-        flags = {"num_iterations": 1, "batch_size": 16, "max_response_length": 12, "eval_every": 0}
+        flags = {
+            "num_iterations": 1,
+            "batch_size": 16,
+            "max_response_length": 12,
+            "eval_every": 0,
+            "log_every": 1,
+        }
         flags["micro_batch_size"] = 8 // ranks
         (tmp_path / str(ranks)).mkdir()
-        cases = [{"script": x, "sample": False, "flags": flags} for x in names]
+        flags["reward"] = f"{ROOT}/tests/driver.py:reward"
+        # Each rank draws minibatches of its own.
+        own = {name: {"num_minibatches": 1} for name in names if name.startswith("grpo")}
+        cases = [{"script": x, "sample": False, "flags": flags | own.get(x, {})} for x in names]
         results.append(record(tmp_path / str(ranks), cases, ranks))
+    logs = [read_jsonl(tmp_path / str(ranks) / "seen.run2" / "rollout-1.jsonl") for ranks in (1, 2)]
+    assert logs[0] == logs[1] and len(logs[0]) == 16
     for name, one, two in zip(names, *results, strict=True):
+        assert all(gradient.any() for gradient in one[0]["gradients"]), name
         pairs = zip(one[0]["gradients"], two[0]["gradients"], strict=True)
         is_same = all(torch.allclose(*pair, rtol=1e-9, atol=1e-11) for pair in pairs)
         assert is_same == (name != names[-1]), name
@@ -166,3 +319,14 @@ def test_make_patch_writes_a_script_or_none(tmp_path):
     assert len([*(tmp_path / "new").iterdir()]) == 1
     # A mask is last in either order.
     assert "is_kept(args, rollout)\n\n" in sync.patched("grpo", ["teacher_term", "negative_tokens"])
+    assert sync.patch("rloo", "chunked_head,entropy_bonus", folder) == 2
+
+
+def test_chunked_head_refuses_a_model_that_caps_its_logits(load, tmp_path, capsys):
+    module = load("grpo", "chunked_head")
+    model = zoo.save(tmp_path / "model", zoo.make_model("gemma2"), zoo.make_tokenizer())
+    args = module.Args(device="cpu", model=model)
+    said = zoo.refused(capsys, module.load_model, args, model, transformers.AutoModelForCausalLM)
+    assert said.endswith(
+        "changes the logits after its output layer. Use the script without the patch chunked_head.\n"
+    )

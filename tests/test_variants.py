@@ -1,6 +1,8 @@
 """make variant: features merge into scripts, and a script with a feature computes what it does without."""
 
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 
@@ -47,11 +49,26 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "(args, policy) if args.kl_coef", "(args, policy) if args.kl_coef > 1")
-    cases = [("distill", "tools"), ("sdpo", "correction"), ("rloo", "process"), ("rloo", "lora")]
+    cases = [("distill", "tools"), ("sdpo", "correction"), ("rloo", "process"), ("rloo", "lora"), ("sft", "fsdp")]
     for script, feature in [*cases, ("rloo", "nothing")]:
         assert sync.variant(script, feature, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
+
+
+@pytest.mark.parametrize("name", sync.STAGES)
+def test_a_stage_with_lora_is_written_to_runs(name, tmp_path):
+    """Scripts in variants/ follow the skeleton. A real model needs ten times the rate, wherever the script says it."""
+    copies = copy_scripts(tmp_path)
+    shutil.copytree(ROOT / "variants", copies / "variants", dirs_exist_ok=True)
+    assert sync.variant(name, "lora", copies) == 0
+    text = (copies / "runs" / f"{name}_lora.py").read_text()
+    assert f"    python runs/{name}_lora.py\n" in text and '"peft==' in text and "LoRA," not in text
+    rate = {"dpo": "5e-6"}.get(name, "1e-4")
+    for words in ("--learning_rate ", "a real model needs ", "a real model needs about "):
+        assert re.findall(rf"{words}(\de-\d)", text) == [rate], words
+    result = subprocess.run([sys.executable, "-m", "ruff", "check", copies], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 def metrics_of(name, folder, **flags):

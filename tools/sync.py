@@ -3,6 +3,7 @@
     python tools/sync.py                            copy an edit of grpo.py's skeleton into the other scripts
     python tools/sync.py diff grpo rloo             show how two scripts differ
     python tools/sync.py variant rloo lora          write variants/rloo_lora.py, with the feature of grpo_lora.py
+    python tools/sync.py variant sft lora           write runs/sft_lora.py; lora is the only feature for a stage
     python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
@@ -50,6 +51,11 @@ REFUSED = {
     ("async", "vllm"): "every rank would start an engine, even a rank that only trains",
     ("vllm", "top_entropy_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
     ("vllm", "negative_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
+    ("vllm", "float32_head"): "vLLM has an output layer of its own",
+    ("lora", "chunked_head"): "the reference of LoRA is a function, which has no layers",
+    ("fsdp", "chunked_head"): "it would call layers before their weights are gathered",
+    ("gkd", "chunked_head"): "its divergence needs the log-probs of all possible tokens",
+    ("entropy_bonus", "chunked_head"): "the entropy needs the log-probs of all possible tokens",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
 # Features for one script only: lines of its estimator that they remove or add
@@ -59,6 +65,7 @@ BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
+RATE = re.compile(r"((?:real model needs|--learning_rate)(?: about)? \de-)(\d)")  # of a real model
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -313,11 +320,11 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with more features. A ValueError says why there is none."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
     known, parents = features(root), variants(root)
-    if name not in (*policy_scripts(root), *parents) or {*chosen} - {*known}:
+    if name not in (*policy_scripts(root), *parents, *STAGES) or {*chosen} - {*known}:
         raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
-    text = bare[name]
+    text = HEADER.sub("", OWN.sub("# own", sources[name]))
     halves = [x for x in bare if f"{script}_".startswith(f"{x}_") or script.endswith(f"_{x}")]  # of a mix
     for feature in chosen:
         for other in (*halves, *present):
@@ -328,6 +335,11 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
         text, lost = carry(text, bare[parent], bare[variant])
+        if name in STAGES:  # in place of the lost lines
+            path = root / "variants" / f"{name}_{feature}.patch"
+            if not path.exists():
+                raise ValueError(f"{name} with {feature}: only policy scripts have it")
+            text, lost = apply(text, path.read_text(), f"{path.name} does not fit {name}.py"), []
         # A default that the script has changed too stays the script's.
         lost = [x for x in lost if not re.fullmatch(r" +-    \w+: .* = .*\n +\+    \w+: .* = .*\n", x)]
         if lost:
@@ -341,9 +353,17 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     dependencies = fill(f"# dependencies = [{dependencies}]", 110, subsequent_indent="#" + " " * 17)
     first_lines = sources[name].partition("# dependencies")[0]
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
-    docstring, block = OWN.findall(sources[name])
-    docstring = started_as(docstring, name, Path("variants", f"{'_'.join([name, *chosen])}.py"))
-    return header + text.replace("# own", docstring, 1).replace("# own", block, 1)
+    docstring, *block = OWN.findall(sources[name])
+    docstring = started_as(docstring, name, Path(folder_of(name), f"{'_'.join([name, *chosen])}.py"))
+    if name in STAGES:  # With A and B alone, a real model needs ten times the learning rate.
+        docstring, text = (RATE.sub(lambda x: f"{x[1]}{int(x[2]) - 1}", part) for part in (docstring, text))
+        docstring = docstring.replace(" LoRA,", "", 1)
+    return header + text.replace("# own", docstring, 1).replace("# own", "".join(block), 1)
+
+
+def folder_of(name: str) -> str:
+    """Where `variant` writes a script with a feature: those in variants/ follow the skeleton."""
+    return "runs" if name in STAGES else "variants"
 
 
 def started_as(text: str, name: str, path: Path) -> str:
@@ -377,7 +397,7 @@ def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     known = patches(root)
     if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
         raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
-    for pair in product(features_of(name, root), chosen):
+    for pair in product([name, *features_of(name, root), *chosen], chosen):
         if pair in REFUSED:
             raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
     text = paths(root)[name].read_text()
@@ -386,12 +406,12 @@ def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     return text
 
 
-def fits(diff: str) -> list[str]:
+def fits(patch: str) -> list[str]:
     """The stages and policy scripts that a patch fits."""
     found = []
     for name in [*STAGES, *policy_scripts()]:
         with suppress(ValueError):
-            apply(paths()[name].read_text(), diff)
+            patched(name, [patch])
             found.append(name)
     return found
 
@@ -478,8 +498,8 @@ def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
 
 
 def variant(name: str, chosen: str, root: Path = ROOT) -> int:
-    """Write a script with more features, such as lora,vllm, into variants/. Returns the exit code."""
-    return write(combine, name, chosen, "variants", root)
+    """Write a script with more features, such as lora,vllm, into variants/ or runs/. Returns the exit code."""
+    return write(combine, name, chosen, folder_of(name), root)
 
 
 def patch(name: str, chosen: str, folder: str = "runs", root: Path = ROOT) -> int:

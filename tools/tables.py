@@ -48,7 +48,7 @@ def print_patches() -> None:
     print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
     for path in sorted((sync.ROOT / "patches").glob("*.patch")):
         what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
-        scripts = sync.fits(path.read_text())
+        scripts = sync.fits(path.stem)
         names = " ".join(f"`{name}`" for name in scripts)
         names = "all policy scripts" if scripts == sync.policy_scripts() else names
         print(f"| [`{path.stem}`]({path.name}) | {what} | {source} | {shipped} | {names} |")

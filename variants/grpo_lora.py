@@ -14,9 +14,10 @@ computes
 Only A and B have gradients, AdamW states and a place in the checkpoint. pi_ref is the policy without its
 adapter, so there is no second model. With --dtype bfloat16, W is stored in bfloat16, and A and B stay
 float32. model/ contains W + alpha/r B A. model/adapter contains A and B for peft, which adds them to --model.
-Because only A and B change, a real model needs about ten times the learning rate of grpo.py. The equations of
-GRPO are in grpo.py, and `make diff A=grpo B=grpo_lora` shows what LoRA changes. Not implemented: quantized
-weights.
+Because only A and B change, a real model needs about ten times the learning rate of grpo.py. To go on from an
+earlier adapter, give --adapter runs/a/model/adapter with its --model. `make variant SCRIPT=sft FEATURE=lora`
+writes the same for sft.py, and for dpo.py and reward_model.py. The equations of GRPO are in grpo.py, and
+`make diff A=grpo B=grpo_lora` shows what LoRA changes. Not implemented: quantized weights.
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python variants/grpo_lora.py
@@ -86,9 +87,6 @@ class Args:  # the comment after a flag becomes its --help text
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id:config:split; `prompt`: a string or a chat
     eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
     chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
-    # LoRA
-    lora_rank: int = 16  # r: rows of A and columns of B
-    lora_alpha: float = 32.0  # alpha: B A x is multiplied by lora_alpha / lora_rank
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
@@ -109,6 +107,10 @@ class Args:  # the comment after a flag becomes its --help text
     anneal_lr: bool = False  # decay the learning rate linearly to 0 over the run
     max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
     gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
+    # LoRA
+    lora_rank: int = 16  # r: rows of A and columns of B
+    lora_alpha: float = 32.0  # alpha: B A x is multiplied by lora_alpha / lora_rank
+    adapter: str | None = None  # A and B to start from, such as runs/a/model/adapter, with its rank and alpha
     # Run
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
     eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@k; 0: a greedy one
@@ -234,14 +236,17 @@ def main(args):
         dist.destroy_process_group()
 
 
-def add_adapter(args, model):
+def add_adapter(args, model, task="CAUSAL_LM"):
     """Return the model with an A and a B beside each linear layer. Only they get gradients."""
     torch.manual_seed(args.seed)  # the same A on all ranks
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
+        task_type=task, target_modules="all-linear", r=args.lora_rank, lora_alpha=args.lora_alpha
     )
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
-    model = peft.get_peft_model(model, config)
+    if args.adapter:
+        model = peft.PeftModel.from_pretrained(model, args.adapter, is_trainable=True)
+    else:
+        model = peft.get_peft_model(model, config)
     for layer in model.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             layer.cast_input_dtype_enabled = False  # peft would cast to float32 what autocast casts back

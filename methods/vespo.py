@@ -1,0 +1,1007 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0"]
+# ///
+"""VESPO: GRPO with one weight for a response, which falls to 0 as the policy moves away from it.
+
+Guobin Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization", arXiv 2602.10693. For each
+prompt, the policy samples k = samples_per_prompt responses with the scores r_1 ... r_k.
+
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                                   mean and std of the group
+    W_i   = prod_t pi_theta(o_t) / pi_old(o_t)
+    phi_i = W_i^kappa exp(lambda (1 - W_i))             kappa, lambda: one pair for A_i >= 0, one for A_i < 0
+    loss  = -1/N_tok sum_i sum_t sg(phi_i) A_i log pi_theta(o_t)
+
+    o_t    token t of a response, its EOS included         pi_theta  the policy being trained
+    N_tok  tokens of an optimizer step, on all ranks       pi_old    the policy that sampled the responses
+    sg     stops the gradient                              kappa     kappa_pos or kappa_neg
+                                                           lambda    lambda_pos or lambda_neg
+
+There is no KL term, so nothing keeps the policy close to --model. W_i is a product over the response, not a
+mean as in gspo.py, so the weight of a long response falls as soon as its tokens drift in one direction.
+Equations and defaults are those of the authors' code (github.com/FloyedShen/VESPO, recipe/vespo), with which
+TRL 1.16.0 agrees. Both clamp log W_i, which is not needed here: phi_i goes to 0 on both sides.
+Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
+
+    python methods/vespo.py
+    OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/vespo.py --model Qwen/Qwen2.5-1.5B-Instruct \
+        --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --batch_size 1024 \
+        --micro_batch_size 4 --learning_rate 1e-6 --dtype bfloat16 --gradient_checkpointing --run_dir runs/a
+"""
+
+import copy
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import zlib
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+from typing import ClassVar, Literal
+
+import datasets
+import filelock
+import torch
+import torch.distributed as dist
+import transformers
+import tyro
+from torch.nn.functional import pad
+
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+# A rollout is a dict of tensors. Each has B = batch_size / WORLD_SIZE rows, one per response of this rank.
+# P is the length of the longest prompt, T = max_response_length. A micro-batch has b rows and is trimmed.
+#   name            shape     written by          meaning
+#   sequences       (B, P+T)  generate            token ids: the prompt, padded on the left, and the response
+#   attention_mask  (B, P+T)  generate            1 on prompt and response, 0 on padding
+#   response_mask   (B, T)    generate            True on the sampled tokens, including the EOS
+#   old_logprobs    (B, T)    generate            log pi_old of each token
+#   entropy         (B, T)    generate            of the distribution that the token was sampled from
+#   truncated       (B,)      generate            True if the response has no EOS
+#   raw_scores      (B,)      score               the output of the reward
+#   scores          (B,)      process_scores      raw_scores after penalty, scale, z-score and clip
+#   ref_logprobs    (B, T)    main, step 3        log pi_ref of each token; without a reference log pi_old
+#   kl              (B, T)    main, step 3        old_logprobs - ref_logprobs
+#   advantages      (B, T)    compute_advantages  how much more likely each token should become
+# Every (B, T) tensor is 0 where response_mask is False. Responses to one prompt are consecutive rows.
+
+
+@dataclass
+class Args:  # the comment after a flag becomes its --help text
+    # General
+    seed: int = 1  # random seed for the order of prompts, sampling and minibatches
+    device: str = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")  # cpu, cuda, mps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
+    # Model and data
+    model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
+    dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
+    eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
+    # Rollout
+    batch_size: int = 128  # responses per rollout, over all ranks
+    max_prompt_length: int = 512  # prompts with more tokens are left out
+    max_response_length: int = 40  # responses with more tokens are truncated; 40 is for the toy
+    temperature: float = 1.0  # used for sampling and for all log-probs
+    # Reward: a function of the lists prompts, completions, truncated and **columns, which returns scores
+    reward: str = "exact_answer"  # exact_answer (1 or 0), file.py:function, or a reward model's folder or id
+    eval_reward: str | None = None  # scores the held-out responses; by default --reward
+    missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
+    reward_scale: float = 1.0  # multiplies the score, after the penalty
+    reward_zscore: bool = False  # normalize scores to mean 0 and std 1 over the rollout of all ranks
+    reward_clip: float = math.inf  # finally clip scores to [-c, c]; inf: no clipping
+    # Optimization
+    num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
+    micro_batch_size: int = 64  # responses per forward and backward pass; changes only memory and speed
+    learning_rate: float = 2e-4  # peak learning rate of AdamW; 2e-4 is for the toy, a real model needs 1e-6
+    warmup_iterations: int = 0  # iterations of linear warmup
+    anneal_lr: bool = False  # decay the learning rate linearly to 0 over the run
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; inf: no clipping
+    gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
+    # Run
+    run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
+    eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@n; 0: a greedy one
+    eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
+    log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
+    save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
+    track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
+
+    # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
+    # --- estimator: begin --------------------------------------------------------------------------------
+    samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
+    min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
+    kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
+    kappa_pos: float = 2.0  # power of the ratio W of a response with A >= 0
+    lambda_pos: float = 3.0  # how fast its weight falls as W rises
+    kappa_neg: float = 3.0  # power of the ratio W of a response with A < 0
+    lambda_neg: float = 2.0  # how fast its weight falls as W rises
+    num_minibatches: int = 2  # optimizer steps per pass over the rollout
+    update_epochs: int = 1  # passes over the rollout
+
+
+@torch.no_grad()
+def compute_advantages(args, rollout):
+    """Return {"advantages": (B, T)}: each score minus its group's mean, divided by the group's std."""
+    groups = rollout["scores"].view(-1, args.samples_per_prompt)  # (prompts, k)
+    # The std divides by k - 1, which the paper leaves open. The 1e-4 is ours: equal scores have a std of 0.
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    return {"advantages": advantages.view(-1, 1) * rollout["response_mask"]}
+
+
+def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
+    """Return the loss with phi as the weight of a response: the mean over tokens.
+
+    logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
+    optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
+    advantages and all log-probs are 0 there.
+    """
+    advantages = batch["advantages"]
+    log_ratio = (logprobs - batch["old_logprobs"]).detach().sum(1, keepdim=True)  # log W, (b, 1)
+    kappa = torch.where(advantages >= 0, args.kappa_pos, args.kappa_neg)  # (b, T)
+    lambda_ = torch.where(advantages >= 0, args.lambda_pos, args.lambda_neg)
+    phi = (kappa * log_ratio + lambda_ * (1 - log_ratio.exp())).exp()
+    loss = -(phi * advantages * logprobs).sum() / num_tokens
+    return loss, {"policy_loss": loss.detach()}
+
+
+# --- estimator: end -------------------------------------------------------------------------------------
+
+
+def main(args):
+    check_args(args)
+    start_ranks(args)
+    policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
+    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
+    k = args.samples_per_prompt
+    num_prompts = args.batch_size // k  # of a rollout, over all ranks
+    dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
+    if args.dataset == Args.dataset:  # the toy has held-out prompts
+        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
+    heldout = args.eval_every and args.eval_dataset
+    eval_dataset = load_rows(args, heldout, "test", policy, tokenizer) if heldout else []
+    reward = load_reward(args, args.reward, dataset)
+    eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
+    state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
+    run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
+    if eval_dataset and start == 0:
+        metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        log(args, run_dir, 0, metrics)
+
+    for iteration in range(start + 1, args.num_iterations + 1):
+        began = time.perf_counter()
+        # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
+        torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
+
+        # 1. Sample k responses to each of this rank's prompts
+        prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
+        rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
+        sampling_seconds = time.perf_counter() - began
+
+        # 2. Score them
+        rows = [row for row in prompt_rows for _ in range(k)]  # of each response
+        rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
+        rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
+
+        # 3. Compare with the reference: kl, summed over a response, estimates KL(pi_old || pi_ref)
+        if reference is None:
+            rollout["ref_logprobs"] = rollout["old_logprobs"]  # so that kl is 0
+        else:
+            rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)  # (B, T)
+        rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
+
+        # 4. Compute advantages: which tokens to make more or less likely, and by how much
+        rollout |= compute_advantages(args, rollout)
+
+        # 5. Update the policy, with one optimizer step per minibatch
+        metrics = update(args, state, rollout, lr_schedule(args, iteration, args.num_iterations))
+
+        # 6. Measure, evaluate and log
+        metrics |= measure(args, rollout, began) | {"sampling_seconds": sampling_seconds}
+        left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
+        is_last = iteration == args.num_iterations
+        if eval_dataset and (is_last or iteration % args.eval_every == 0):
+            metrics |= evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
+        log(args, run_dir, iteration, metrics, left)
+        if args.log_every and iteration % args.log_every == 0:
+            log_samples(run_dir, iteration, tokenizer, rows, rollout)
+
+        # 7. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        if is_last or (args.save_every and iteration % args.save_every == 0):
+            save_checkpoint(run_dir, iteration, state)
+            save_model(run_dir, policy, tokenizer)
+
+    if start >= args.num_iterations:  # the run was complete, but a kill may have come before its last model
+        save_model(run_dir, policy, tokenizer)
+    say_result(run_dir, "score", longer=f"--num_iterations {2 * max(start, args.num_iterations)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def update(args, state, rollout, lr_factor):
+    """Make update_epochs x num_minibatches optimizer steps (step 5 of an iteration). Return their metrics."""
+    policy, optimizer = state["policy"], state["optimizer"]
+    learning_rate = args.learning_rate * lr_factor
+    stats = defaultdict(float)  # sums over this rank's micro-batches
+    grad_norms = []  # one for each optimizer step
+    difference = 0.0  # mean |log-prob in training - log-prob while sampling|, which should be near 0
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(rollout["scores"])).to(args.device)
+        for minibatch in order.chunk(args.num_minibatches):  # the indices of its rows
+            is_first_step = not grad_norms  # in which pi_theta is still pi_old
+            # Counts of the whole step: the loss does not depend on micro-batches and ranks.
+            num_sequences = len(minibatch) * WORLD_SIZE
+            num_tokens = total(rollout["response_mask"][minibatch])
+            for _, batch in micro_batches(rollout, minibatch, args.micro_batch_size):
+                with autocast(args):
+                    all_logprobs = response_distribution(args, policy, batch)  # (b, T, V), with gradient
+                logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
+                loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
+                loss.backward()  # adds to the gradient of the earlier micro-batches
+                del all_logprobs  # the largest tensor: it would stay until after the next forward pass
+                for name, value in batch_stats.items():
+                    stats[name] += value
+                if is_first_step:
+                    difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
+            grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
+    return {
+        "logprob_difference": total(difference),
+        "grad_norm": float(sum(grad_norms)) / len(grad_norms),
+        "learning_rate": learning_rate,
+    } | {name: total(value) / len(grad_norms) for name, value in stats.items()}
+
+
+@torch.no_grad()
+def generate(args, model, tokenizer, prompts, samples_per_prompt=1, greedy=False):
+    """Sample responses to prompts (lists of ids) from softmax(logits / temperature), or take the argmax.
+
+    Return a rollout, from sequences to truncated, with B = len(prompts) x samples_per_prompt rows. The
+    log-probs of pi_old are recorded here, because a later forward pass would give slightly different numbers.
+    model.generate() would also apply the top-k, top-p and penalties of the model's generation config.
+    """
+    device = model.device
+    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
+    prompt_ids, prompt_mask = left_pad(prompts, device)
+    P = prompt_ids.shape[1]
+    T = args.max_response_length
+    all_rows = torch.arange(len(prompts) * samples_per_prompt, device=device)  # (B,)
+    prompt_index = all_rows // samples_per_prompt  # (B,) the prompt of each row
+    sequences = pad(prompt_ids[prompt_index], (0, T))  # (B, P+T), with room for the response
+    attention_mask = pad(prompt_mask[prompt_index], (0, T))
+    old_logprobs = torch.zeros(len(all_rows), T, device=device)
+    entropy = torch.zeros_like(old_logprobs)
+    active = all_rows  # (b,) the rows without an EOS so far
+    inputs = model_inputs(prompt_ids, prompt_mask)
+    cache = Cache(config=model.config)
+    with autocast(args):  # around the loop, so that the weights are cast once
+        for t in range(T):
+            show(f"sampling token {t + 1} of at most {T}, {len(active)} responses")
+            logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            if t == 0:
+                # Each prompt has been read once. Copy its logits and its cache for its responses.
+                logits = logits[prompt_index]
+                cache.reorder_cache(prompt_index)
+            logprobs = log_distribution(logits, args.temperature)  # (b, V)
+            probs = logprobs.exp()
+            tokens = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (b, 1)
+            sequences[active, P + t] = tokens.squeeze(1)
+            attention_mask[active, P + t] = 1
+            old_logprobs[active, t] = logprobs.gather(1, tokens).squeeze(1)
+            entropy[active, t] = torch.special.entr(probs).sum(1)
+
+            # Rows with an EOS leave the batch and the cache.
+            unfinished = (~torch.isin(tokens, eos)).nonzero()[:, 0]  # positions in active
+            if len(unfinished) < len(active):
+                active = active[unfinished]
+                tokens = tokens[unfinished]
+                cache.reorder_cache(unfinished)  # keeps these rows
+            if len(active) == 0:
+                break
+            inputs = model_inputs(tokens, attention_mask[active, : P + t + 1])
+    show("")
+
+    return {
+        "sequences": sequences,
+        "attention_mask": attention_mask,
+        "response_mask": attention_mask[:, P:].bool(),
+        "old_logprobs": old_logprobs,
+        "entropy": entropy,
+        "truncated": torch.isin(all_rows, active),  # still without an EOS
+    }
+
+
+def eos_ids(model, tokenizer):
+    """Return the ids that end a response: EOS, those of the generation config, the end of a chat's turn."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = configured if isinstance(configured, list) else [configured]
+    if tokenizer.chat_template:
+        # Only special tokens, and not a newline after them. They decode to nothing.
+        ids = ids + [x for x in turn_end(tokenizer) if not tokenizer.decode([x], skip_special_tokens=True)]
+    return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def left_pad(id_lists, device):
+    """Pad lists of token ids on the left. Return the ids and the attention mask, both (B, P)."""
+    P = max(map(len, id_lists))
+    padded = torch.tensor([[-1] * (P - len(ids)) + ids for ids in id_lists], device=device)
+    return padded.clamp(min=0), (padded >= 0).long()  # -1 marks padding
+
+
+def model_inputs(input_ids, attention_mask):
+    """Return arguments of a forward pass over input_ids (b, n). The mask (b, m >= n) has the cache, too."""
+    # Positions count from the first real token, not from the padding.
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+
+class Cache(transformers.DynamicCache):
+    """Keeps keys in the dtype of values. Under autocast they would be float32, and take twice the memory."""
+
+    def update(self, keys, values, *others):
+        return super().update(keys.to(values.dtype), values, *others)
+
+
+def autocast(args):
+    """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def log_distribution(logits, temperature):
+    """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
+    # In float32 at least
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)
+
+
+def process_scores(args, scores, truncated):
+    """Return scores (B,) after truncation penalty, scale, z-score over all ranks and clip, in this order."""
+    scores = (scores - args.missing_eos_penalty * truncated) * args.reward_scale
+    if args.reward_zscore:
+        scores -= mean(scores)
+        scores /= max(math.sqrt(mean(scores.square())), 1e-4)  # their std
+    return scores.clamp(-args.reward_clip, args.reward_clip)
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout):
+    """Return the log-probs (B, T) of the response tokens of a whole rollout."""
+    result = torch.zeros_like(rollout["old_logprobs"])
+    all_rows = torch.arange(len(result), device=result.device)
+    for part, batch in micro_batches(rollout, all_rows, args.micro_batch_size):
+        with autocast(args):
+            logprobs = token_logprobs(args, model, batch)  # (b, T) with the T of the micro-batch
+        result[part, : logprobs.shape[1]] = logprobs
+    return result
+
+
+def micro_batches(rollout, indices, size):
+    """Yield groups of up to `size` rows of similar length, with their tensors trimmed to the longest row."""
+    lengths = rollout["response_mask"][indices].sum(1)
+    for part in indices[lengths.argsort(stable=True)].split(size):
+        batch = {name: tensor[part] for name, tensor in rollout.items()}
+        is_used = batch["attention_mask"].any(0)  # (P+T,) the columns that are not all padding
+        for name, tensor in batch.items():
+            if tensor.dim() == 2:  # a (b, T) tensor has the last T of the P+T columns
+                batch[name] = tensor[:, is_used[-tensor.shape[1] :]]
+        yield part, batch
+
+
+def token_logprobs(args, model, batch):
+    """Return the log-probs (b, T) of the response tokens, 0 where response_mask is False."""
+    return sampled_logprobs(response_distribution(args, model, batch), batch)
+
+
+def response_distribution(args, model, batch):
+    """Return the log-probs (b, T, V) of every possible token at each position of the response."""
+    T = batch["response_mask"].shape[1]
+    inputs = model_inputs(batch["sequences"], batch["attention_mask"])
+    # The logits at a position are those of the next token, so the last ones are not needed.
+    logits = model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # (b, T, V)
+    return log_distribution(logits, args.temperature)
+
+
+def sampled_logprobs(all_logprobs, batch):
+    """Pick the sampled tokens from log-probs (b, T, V). Return (b, T), 0 where response_mask is False."""
+    tokens = batch["sequences"][:, -all_logprobs.shape[1] :].unsqueeze(2)  # (b, T, 1)
+    return all_logprobs.gather(2, tokens).squeeze(2).masked_fill(~batch["response_mask"], 0.0)
+
+
+def lr_schedule(args, iteration, num_iterations):
+    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    rise = iteration / max(1, args.warmup_iterations)
+    fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+    return min(rise, fall)
+
+
+def optimizer_step(args, model, optimizer, learning_rate):
+    """Sum the gradients over ranks, clip their norm, and step. Return the norm before clipping."""
+    # DistributedDataParallel would average them, but the loss is already divided by counts over all ranks.
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
+            all_sum(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def measure(args, rollout, began):
+    """Return metrics of a rollout, over all ranks. `began` is when its iteration began."""
+    num_tokens = total(rollout["response_mask"])
+    metrics = {
+        "score": mean(rollout["raw_scores"]),
+        "truncated": mean(rollout["truncated"]),
+        "response_length": num_tokens / args.batch_size,
+        "entropy": total(rollout["entropy"]) / num_tokens,  # mean per token
+        "tokens_per_second": num_tokens / (time.perf_counter() - began),
+    }
+    if args.kl_coef:
+        metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
+    if args.samples_per_prompt > 1:
+        groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
+        metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
+    return metrics
+
+
+def mean(x):
+    """Return the mean of x (n,) over the n rows of every rank, as a number."""
+    return total(x) / (len(x) * WORLD_SIZE)
+
+
+def total(x):
+    """Return the sum of all elements of x on all ranks, as a number."""
+    return float(all_sum(x.sum()))
+
+
+def all_sum(x):
+    """Sum the tensor x over all ranks, in place, and return it. Every rank must call it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+# --- plumbing: models, data, rewards, evaluation, logs, checkpoints. The algorithm ends above this line ---
+
+
+def say(text):
+    """Print, on rank 0."""
+    if RANK == 0:
+        print(text, flush=True)
+
+
+def show(text):
+    """Show text on a line of the terminal that the next line replaces. In a file, print nothing."""
+    if RANK == 0 and sys.stdout.isatty():
+        print(f"{text:60}", end="\r", flush=True)
+
+
+def check(condition, message):
+    """If the condition is false, print the message, on one rank, and exit with code 2."""
+    if not condition:
+        is_later = RANK > 0
+        if dist.is_initialized():  # the first rank that fails speaks
+            store = dist.distributed_c10d._get_default_store()  # PyTorch has no public name for it
+            is_later = store.add("error", 1) > 1
+        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def start_ranks(args):
+    """Choose the device of this rank, and connect the ranks if there are several."""
+    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
+    is_usable = args.device == "cpu" or torch.accelerator.is_available()
+    remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
+    check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
+    # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
+    is_right = args.dtype == "float32" or "mps" not in args.device
+    check(is_right, "--dtype bfloat16: on mps use --dtype float32.")
+    # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # No bars and reports about weights; load_model checks what the reports say.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if WORLD_SIZE > 1:
+        if args.device != "cpu":
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # set by torchrun
+        # The backend is the device's own, such as NCCL. The timeout is long: all wait for the slowest reward.
+        dist.init_process_group(timeout=timedelta(hours=2))
+    ranks = f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''}"
+    say(f"{Path(__file__).name}: {ranks} on {args.device}, {args.dtype}")
+
+
+def check_args(args):
+    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    k = args.samples_per_prompt
+    least = args.min_samples_per_prompt
+    reason = ", because it compares the responses to one prompt; reinforce.py does not" if least > 1 else ""
+    check(k >= least, f"--samples_per_prompt {k}: this method needs {least} or more{reason}.")
+    names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
+    for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
+        hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
+    names = ["learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"]
+    for name in [*names, "warmup_iterations", "num_iterations"]:
+        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
+    size = args.batch_size
+    parts = f"{k} samples per prompt, {args.num_minibatches} minibatches, {WORLD_SIZE} ranks"
+    remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
+    check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
+    for name, value in vars(args).items():
+        is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
+        if is_toys and args.model != Args.model:
+            advice = "about 1e-6" if "rate" in name else "some 1024 tokens"
+            say(f"warning: --{name} {value} is the default for the toy; a real model needs {advice}")
+
+
+def load_model(args, name, auto_class):
+    """Load a model in float32, and its tokenizer. from_pretrained sets eval mode, and no script leaves it."""
+    # With dropout, training and sampling would compute different log-probs.
+    is_judge = auto_class is transformers.AutoModelForSequenceClassification
+    flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
+    flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
+    try:
+        # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except OSError as error:
+        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
+        hint = "Start scripts from the top folder of the repository."
+        if is_judge:
+            hint = "Use exact_answer, file.py:function, or a reward model."
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
+    # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
+    lacking = ", ".join(info["missing_keys"])
+    remedy = "is a language model without a score head. Train one with reward_model.py."
+    check(lacking != "score.weight", f"{flag} {remedy}")
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
+    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
+    if args.gradient_checkpointing:
+        # transformers' own checkpointing works in train mode only, which would switch dropout on.
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in model.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward)
+    model.to(args.device)
+    if auto_class is transformers.AutoModelForCausalLM:
+        check_sampling(args, flag, model)
+    say(f"  model       {name}: {model.num_parameters():,} parameters")
+    return model, tokenizer
+
+
+@torch.no_grad()
+def check_sampling(args, flag, model):
+    """Refuse a model that gives a token other log-probs in sampling, with padding and a cache, than alone."""
+    texts = [[0, 1, 2, 3, 4, 5], [0, 1, 2]]
+    input_ids, attention_mask = left_pad(texts, model.device)
+    cache = Cache(config=model.config)
+    swap = torch.tensor([1, 0], device=model.device)
+    with autocast(args):
+        inputs = model_inputs(input_ids[:, :-1], attention_mask[:, :-1])
+        model(**inputs, past_key_values=cache, use_cache=True)
+        cache.reorder_cache(swap)
+        inputs = model_inputs(input_ids[swap, -1:], attention_mask[swap])
+        sampled = model(**inputs, past_key_values=cache, use_cache=True).logits[0, -1]
+        alone = model(torch.tensor(texts[1:], device=model.device), use_cache=False).logits[0, -1]
+    difference = (log_distribution(sampled, 1.0) - log_distribution(alone, 1.0)).abs().mean()
+    limit = 0.05 if args.dtype == "float32" else 0.1
+    reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
+    check(difference < limit, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
+    is_known = model.config.model_type == "recurrent_gemma"
+    check(not is_known, f"{flag}: keeps a state outside its cache. Use a decoder that does not.")
+
+
+def token_ids(tokenizer, prompt, **options):
+    """Return the ids of a prompt: of text with the tokenizer's BOS, of a chat as the template writes it."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = [tokenizer.bos_token_id]
+        adds_bos = tokenizer("")["input_ids"][:1] == bos
+        return bos + ids if adds_bos and ids[:1] != bos else ids
+    is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
+    options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
+
+
+def turn_end(tokenizer):
+    """Return the token ids that a chat template writes after an assistant's message."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    # token_ids leaves the last message open.
+    return tokenizer.apply_chat_template(chat)["input_ids"][len(token_ids(tokenizer, chat)) :]
+
+
+def read_rows(flag, name, split):
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    if not name.endswith(".jsonl"):
+        # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        try:
+            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
+        except OSError as error:
+            reason = "convert it to .jsonl" if Path(name).is_file() else error
+            check(False, f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason}).")
+    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
+    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+    rows = []
+    for number, line in enumerate(open(name, "rb"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            check(False, f"{flag}, line {number}: not valid JSON in UTF-8 ({error}): {line[:80]!r}")
+    return rows
+
+
+def load_rows(args, name, split, policy, tokenizer, min_rows=1):
+    """Return the rows of a dataset, with the token ids of each prompt as prompt_ids, without long prompts."""
+    flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
+    rows = read_rows(flag, name, split)
+    for number, row in enumerate(rows):
+        where = f"{flag}, row {number}"
+        has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
+        check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
+        check_prompt(args, where, tokenizer, row["prompt"])
+        taken = {*row} & {"prompts", "completions", "truncated"}
+        check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
+        options = row.get("chat_template_kwargs") or {}
+        options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
+        row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+    names = dict.fromkeys(sorted(set().union(*rows)))
+    rows = [names | row for row in rows]  # so that each rollout has all columns
+    lengths = [len(row["prompt_ids"]) for row in rows]
+    kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
+    fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
+    say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
+    remedy = "Raise --max_prompt_length." if rows else "Add rows."
+    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). {remedy}")
+    remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
+    longest = max(len(row["prompt_ids"]) for row in kept)
+    what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
+    check_positions(what, policy, longest + args.max_response_length)
+    return kept
+
+
+def check_prompt(args, where, tokenizer, prompt):
+    """Refuse a chat that the template cannot write."""
+    if isinstance(prompt, str):
+        return
+    for x in prompt:
+        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
+        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
+    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+
+
+def check_positions(what, model, num_tokens):
+    """Refuse a text of more tokens than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", math.inf)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer text would change all positions of its batch
+        limit = rope["original_max_position_embeddings"]
+    excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
+    check(num_tokens <= limit, f"{what} there are {excess}")
+
+
+def choose_rows(args, dataset, num_prompts, iteration):
+    """Return this rank's rows. Each epoch shuffles anew, and drops an incomplete last batch."""
+    epoch, batch_number = divmod(iteration - 1, len(dataset) // num_prompts)
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+    chosen = torch.randperm(len(dataset), generator=generator).split(num_prompts)[batch_number]
+    return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
+
+
+def exact_answer(completions, answer=(None,), **columns):
+    """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
+    for right in answer:
+        reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
+        check(isinstance(right, str | int), f'--reward exact_answer needs a column "answer", {reason}')
+    texts = [text.rpartition("answer")[2].strip() for text in completions]
+    return [float(text == str(right).strip()) for text, right in zip(texts, answer)]
+
+
+def load_reward(args, name, rows=()):
+    """Return a function of the lists prompts, completions, truncated and other columns of rows, to scores."""
+    say(f"  reward      {name}")
+    if name == "exact_answer":
+        exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
+        return exact_answer
+    if ".py:" in name:
+        return load_function(name)
+    model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
+    is_decoder = hasattr(model, "score") and model.config.num_labels == 1
+    reason = "is no decoder with a head for one score, as reward_model.py makes it."
+    check(is_decoder, f"--reward {name}: {reason}")
+
+    def text_ids(prompt, completion, is_truncated):
+        """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
+        is_text = isinstance(prompt, str)
+        check(is_text or tokenizer.chat_template, f"--reward {name}: has no template for these chats.")
+        ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
+        end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
+        return ids if is_truncated or ids[-len(end) :] == end else ids + end
+
+    @torch.no_grad()
+    def reward_model(prompts, completions, truncated, **columns):
+        id_lists = list(map(text_ids, prompts, completions, truncated))
+        check_positions(f"--reward {name}: in a text", model, max(map(len, id_lists)))
+        scores = []
+        for i in range(0, len(id_lists), args.micro_batch_size):
+            inputs = model_inputs(*left_pad(id_lists[i : i + args.micro_batch_size], args.device))
+            with autocast(args):
+                hidden_states = model.base_model(**inputs, use_cache=False).last_hidden_state
+            # model() scores the last token that is not padding, and takes an EOS that equals pad for it.
+            scores += model.score(hidden_states[:, -1].float()).squeeze(1).tolist()
+        return scores
+
+    return reward_model
+
+
+def load_function(name):
+    """Return the function of file.py:function. Its file becomes a module, as process pools need it."""
+    file, _, function = name.rpartition(":")
+    path = Path(file).resolve()
+    check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
+    sys.path.append(str(path.parent))  # for its neighbors
+    module = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):  # not yet loaded, or another module has this name
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
+    names = [x for x, value in vars(module).items() if callable(value)]
+    found = f"the file defines no function {function}, but {', '.join(names)}."
+    check(function in names, f"--reward {name}: {found}")
+    return getattr(module, function)
+
+
+def response_ids(rollout):
+    """Return the token ids of each response, without padding."""
+    return [ids[-len(mask) :][mask] for ids, mask in zip(rollout["sequences"], rollout["response_mask"])]
+
+
+def score(reward, tokenizer, rows, rollout):
+    """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
+    # Copies, so that a reward cannot change the dataset
+    columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
+    try:
+        result = reward(
+            prompts=columns.pop("prompt"),
+            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
+            truncated=rollout["truncated"].tolist(),
+            **columns,
+        )
+    except TypeError as error:
+        error.add_note("A reward is called with prompts, completions (strings), truncated and all columns.")
+        raise
+    what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
+    remedy = f"Return one number for each of the {len(rows)} completions."
+    try:
+        scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
+    except (TypeError, ValueError, RuntimeError):
+        check(False, f"{what} {result!r:.100}. {remedy}")
+    is_right = scores.shape == rollout["truncated"].shape
+    check(is_right, f"{what} scores of shape {[*scores.shape]} for {len(rows)} completions. {remedy}")
+    first = scores.isfinite().int().argmin()
+    check(scores.isfinite().all(), f"{what} {scores[first]} for completion {first}. {remedy}")
+    return scores
+
+
+def evaluate(args, policy, tokenizer, reward, dataset):
+    """Return the mean score for each `group`, and of n samples also pass@n, the mean of the best."""
+    n = args.eval_samples or 1
+    all_rows = dataset * n  # of each response
+    scores = torch.zeros(len(all_rows), device=args.device)
+    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, each with another prompt
+    for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
+        rows = all_rows[first : first + size]
+        torch.manual_seed(args.seed + first)  # main seeds each iteration, so training does not depend on it
+        prompts = [row["prompt_ids"] for row in rows]
+        rollout = generate(args, policy, tokenizer, prompts, greedy=not args.eval_samples)
+        scores[first : first + size] = score(reward, tokenizer, rows, rollout)
+    groups = defaultdict(list)
+    for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
+        group = "all" if row.get("group") is None else row["group"]
+        groups[f"eval/score/{group}"] += row_scores
+        if n > 1:
+            groups[f"eval/pass@{n}/{group}"].append(max(row_scores))
+    return {name: sum(x) / len(x) for name, x in groups.items()}
+
+
+def open_run(args, state, dataset):
+    """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
+    name = Path(__file__).stem
+    run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    checksum = zlib.crc32(repr(dataset).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
+    check_folder(run_dir, flags)
+    start = 0
+    if Path(f"{run_dir}/checkpoint.pt").exists():
+        checkpoint = torch.load(f"{run_dir}/checkpoint.pt", "cpu", weights_only=True, mmap=True)
+        for part in state:
+            state[part].load_state_dict(checkpoint[part])
+        start = checkpoint["iteration"]
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
+    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
+    check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
+    if RANK == 0:
+        open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
+        try:
+            open_run.lock.acquire(blocking=False)  # makes the folder
+        except (filelock.Timeout, OSError) as error:
+            reason = "another process is training in it" if isinstance(error, filelock.Timeout) else error
+            check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
+        with replacing(f"{run_dir}/args.json") as file:
+            file.write(json.dumps(flags).encode())
+        script = f"{run_dir}/{name}.py"
+        if start == 0:
+            shutil.copy(__file__, script)
+        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+        for log_name in ("metrics", "samples"):
+            with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
+                file.seek(0)
+                # Drop lines after the checkpoint, which will be logged again, and a line cut short by a kill.
+                kept = [x for x in file if start and b"\n" in x and json.loads(x)["iteration"] <= start]
+                file.truncate(len(b"".join(kept)))
+    status = f"resumed after iteration {start}" if start else "new"
+    say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
+    return run_dir, start
+
+
+def check_folder(run_dir, flags):
+    """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
+    path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
+    if not path.exists():
+        found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
+        check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
+        return
+    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
+        return  # nothing has been trained yet, so any flag may change
+    old = json.loads(path.read_text())
+    has_script = flags["script"] == old.get("script")
+    check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
+    lengths = {"num_iterations", "num_epochs"}
+    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
+    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+
+
+@contextmanager
+def replacing(path):
+    """Open a file that takes the place of `path` when it is complete and on the disk."""
+    with open(f"{path}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file)
+    os.replace(f"{path}.tmp", path)
+
+
+def save_model(run_dir, policy, tokenizer):
+    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+    if RANK == 0:
+        policy.save_pretrained(f"{run_dir}/model.tmp")
+        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
+        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
+        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+
+
+def save_checkpoint(run_dir, iteration, state):
+    """On rank 0, save all that the next iteration needs."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    if RANK == 0:
+        with replacing(f"{run_dir}/checkpoint.pt") as file:
+            torch.save(checkpoint | {"iteration": iteration}, file)
+
+
+def append(path, record):
+    """On rank 0, add a line to a log, and wait until it is on the disk."""
+    if RANK == 0:
+        with open(path, "a") as file:
+            print(json.dumps(record), file=file, flush=True)
+            os.fsync(file)
+
+
+COLUMNS = ["score", "kl", "entropy", "response_length", "truncated"]
+COLUMNS += ["logprob_difference", "tokens_per_second"]
+HEADER = " iter     score        kl   entropy    length truncated logp diff  tokens/s      left"
+
+
+def log(args, run_dir, iteration, metrics, left=0.0):
+    """Print the columns of HEADER and the evaluations. Rank 0 adds all metrics to metrics.jsonl (and W&B)."""
+    text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
+    if iteration:
+        values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
+        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+    evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
+    if evals:
+        say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
+    append(f"{run_dir}/metrics.jsonl", {"iteration": iteration} | metrics)
+    if args.track and RANK == 0:
+        import wandb
+
+        if not wandb.run:
+            wandb.init(name=run_dir.name, config=vars(args))
+        wandb.log(metrics, step=iteration)
+
+
+def log_samples(run_dir, iteration, tokenizer, rows, rollout):
+    """Print and log three responses with their scores."""
+    step = max(1, len(rows) // 3)  # of three prompts, if there are so many
+    responses = tokenizer.batch_decode(response_ids(rollout)[::step][:3])
+    for row, response, raw_score in zip(rows[::step], responses, rollout["raw_scores"][::step].tolist()):
+        prompt = row["prompt"]
+        text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+        say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
+        sample = {"iteration": iteration, "prompt": prompt, "response": response, "score": raw_score}
+        append(f"{run_dir}/samples.jsonl", sample)
+
+
+def say_result(run_dir, metric, longer):
+    """Print what a run has reached, and what to do next."""
+    if RANK == 0:
+        folder = os.path.relpath(run_dir)
+        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        tool = "diagnose" if metric == "score" else "plot"
+        first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
+        began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
+        say(f"""
+Complete: {len(x)} iterations. Mean {metric} {began}{last:.3g}.
+  model       {folder}/model, which from_pretrained opens
+  check       python tools/{tool}.py {folder}
+  longer      the same command with --run_dir {folder} {longer}""")
+
+
+def print_help():
+    """Print the flags that Args declares: first those of the method, then the others under their comments."""
+    others, _, method = inspect.getsource(Args).partition("    # The method:")
+    print(f"usage: python {sys.argv[0]} [--flag value] [--switch] [--no_switch] ...\n")
+    print(__doc__.splitlines()[0])
+    print(f"Paper, equations and example commands: the first lines of {Path(__file__).name}.")
+    if method:
+        print("\nThe method")
+    for line in (method + others).splitlines():
+        if flag := re.match(r"    (\w+): (?!ClassVar).* = .*?  # (.*)", line):
+            text = f"  --{flag[1]:23} {flag[2]} [{getattr(Args, flag[1])}]"
+            print(fill(text, 100, subsequent_indent=" " * 28))
+        elif line.startswith("    # ") and "---" not in line:
+            print(f"\n{line[6:]}")
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print_help())
+    args = tyro.cli(Args, use_underscores=True)
+    try:
+        main(args)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(1)  # the connection to a rank that has said why it ends
+    except SystemExit as end:  # with exit code 0 it would look like a complete run
+        message = "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
+        sys.exit(end.code or message)
