@@ -85,8 +85,9 @@ class Args:  # the comment after a flag becomes its --help text
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
-    dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id (split train); `prompt`: a string or a chat
+    dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id:config:split; `prompt`: a string or a chat
     eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
+    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
@@ -109,10 +110,12 @@ class Args:  # the comment after a flag becomes its --help text
     gradient_checkpointing: bool = False  # recompute activations, which saves memory and takes longer
     # Run
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
-    eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@n; 0: a greedy one
+    eval_samples: int = 0  # sampled responses per held-out prompt, which also give pass@k; 0: a greedy one
     eval_every: int = 40  # evaluate every n iterations, before the first and after the last; 0: never
     log_every: int = 10  # print and log three sampled responses every n iterations; 0: never
+    log_kl: bool = False  # load the reference also with kl_coef 0, to log the KL of each iteration
     save_every: int = 50  # save model and checkpoint every n iterations and after the last; 0: only then
+    keep_models: bool = False  # keep each saved model in model-<iteration>/; model/ is always the latest
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
@@ -160,22 +163,18 @@ def main(args):
     check_args(args)
     start_ranks(args)
     policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)
-    reference = copy.deepcopy(policy) if args.kl_coef else None  # before a checkpoint is loaded
+    reference = make_reference(args, policy) if args.kl_coef or args.log_kl else None
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    if args.dataset == Args.dataset:  # the toy has held-out prompts
-        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
-    heldout = args.eval_every and args.eval_dataset
-    eval_dataset = load_rows(args, heldout, "test", policy, tokenizer) if heldout else []
+    eval_dataset = load_rows(args, args.eval_every and args.eval_dataset, "test", policy, tokenizer)
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
     state = {"policy": policy, "optimizer": optimizer}  # what `update` changes and a checkpoint holds
     run_dir, start = open_run(args, state, dataset)  # loads the last checkpoint; start is its iteration, or 0
     if eval_dataset and start == 0:
-        metrics = evaluate(args, policy, tokenizer, eval_reward, eval_dataset)
-        log(args, run_dir, 0, metrics)
+        log(args, run_dir, 0, evaluate(args, policy, tokenizer, eval_reward, eval_dataset))
 
     for iteration in range(start + 1, args.num_iterations + 1):
         began = time.perf_counter()
@@ -185,12 +184,13 @@ def main(args):
         # 1. Sample k responses to each of this rank's prompts
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
-        sampling_seconds = time.perf_counter() - began
+        sampled = time.perf_counter()
 
         # 2. Score them
         rows = [row for row in prompt_rows for _ in range(k)]  # of each response
         rollout["raw_scores"] = score(reward, tokenizer, rows, rollout)  # (B,)
         rollout["scores"] = process_scores(args, rollout["raw_scores"], rollout["truncated"])
+        scored = time.perf_counter()
 
         # 3. Compare with the reference: kl, summed over a response, estimates KL(pi_old || pi_ref)
         if reference is None:
@@ -206,7 +206,7 @@ def main(args):
         metrics = update(args, state, rollout, lr_schedule(args, iteration, args.num_iterations))
 
         # 6. Measure, evaluate and log
-        metrics |= measure(args, rollout, began) | {"sampling_seconds": sampling_seconds}
+        metrics |= measure(args, rollout, began, sampled, scored)
         left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         is_last = iteration == args.num_iterations
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
@@ -218,10 +218,10 @@ def main(args):
         # 7. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
-            save_model(run_dir, policy, tokenizer)
+            save_models(args, run_dir, iteration, policy, tokenizer)
 
     if start >= args.num_iterations:  # the run was complete, but a kill may have come before its last model
-        save_model(run_dir, policy, tokenizer)
+        save_model(f"{run_dir}/model", policy, tokenizer)
     say_result(run_dir, "score", longer=f"--num_iterations {2 * max(start, args.num_iterations)}")
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -229,6 +229,7 @@ def main(args):
 
 def update(args, state, rollout, lr_factor):
     """Make update_epochs x num_minibatches optimizer steps (step 5 of an iteration). Return their metrics."""
+    began = time.perf_counter()
     policy, optimizer = state["policy"], state["optimizer"]
     learning_rate = args.learning_rate * lr_factor
     stats = defaultdict(float)  # sums over this rank's micro-batches
@@ -254,6 +255,7 @@ def update(args, state, rollout, lr_factor):
                     difference += (logprobs.detach() - batch["old_logprobs"]).abs().sum() / num_tokens
             grad_norms.append(optimizer_step(args, policy, optimizer, learning_rate))
     return {
+        "update_seconds": time.perf_counter() - began,
         "logprob_difference": total(difference),
         "grad_norm": float(sum(grad_norms)) / len(grad_norms),
         "learning_rate": learning_rate,
@@ -352,7 +354,10 @@ class Cache(transformers.DynamicCache):
 
 def autocast(args):
     """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    is_on = args.dtype == "bfloat16"
+    # Sampling casts each weight once for all tokens. In training, a cache would only keep the copies longer.
+    is_cached = not torch.is_grad_enabled()
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, is_on, cache_enabled=is_cached)
 
 
 def log_distribution(logits, temperature):
@@ -437,20 +442,29 @@ def optimizer_step(args, model, optimizer, learning_rate):
     return norm
 
 
-def measure(args, rollout, began):
-    """Return metrics of a rollout, over all ranks. `began` is when its iteration began."""
+def measure(args, rollout, began, sampled, scored):
+    """Return metrics of a rollout, over all ranks. The times are when its iteration began, and so on."""
     num_tokens = total(rollout["response_mask"])
+    raw_scores = rollout["raw_scores"]
+    average = mean(raw_scores)
     metrics = {
-        "score": mean(rollout["raw_scores"]),
+        "score": average,
+        "score_std": math.sqrt(mean((raw_scores - average).square())),
         "truncated": mean(rollout["truncated"]),
         "response_length": num_tokens / args.batch_size,
         "entropy": total(rollout["entropy"]) / num_tokens,  # mean per token
+        "sampling_seconds": sampled - began,
+        "reward_seconds": scored - sampled,
         "tokens_per_second": num_tokens / (time.perf_counter() - began),
     }
-    if args.kl_coef:
+    if args.kl_coef or args.log_kl:
         metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
+    lengths = rollout["response_mask"].sum(1)  # (B,)
+    for name, chosen in {"above": raw_scores > average, "below": raw_scores < average}.items():
+        if num_chosen := total(chosen):  # none if all scores are equal
+            metrics[f"response_length/{name}"] = total(lengths * chosen) / num_chosen
     if args.samples_per_prompt > 1:
-        groups = rollout["raw_scores"].view(-1, args.samples_per_prompt)
+        groups = raw_scores.view(-1, args.samples_per_prompt)
         metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
     return metrics
 
@@ -508,6 +522,8 @@ def start_ranks(args):
     # In bfloat16, attention on mps sees later tokens (pytorch issue 195910).
     is_right = args.dtype == "float32" or "mps" not in args.device
     check(is_right, "--dtype bfloat16: on mps use --dtype float32.")
+    # Memory of CUDA that can grow leaves fewer gaps between tensors. It is read when the first one is made.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # cuDNN's bfloat16 attention gave NaN and wrong results on H100 and B200 (pytorch issues 196678, 193893).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # No bars and reports about weights; load_model checks what the reports say.
@@ -540,6 +556,8 @@ def check_args(args):
     parts = f"{k} samples per prompt, {args.num_minibatches} minibatches, {WORLD_SIZE} ranks"
     remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
     check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
+    if args.dataset == Args.dataset:  # the toy has held-out prompts
+        args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
     for name, value in vars(args).items():
         is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
         if is_toys and args.model != Args.model:
@@ -576,15 +594,33 @@ def load_model(args, name, auto_class):
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
-        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in model.modules():
             if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward)
+                layer.forward = partial(checkpointed, layer.forward)
     model.to(args.device)
     if auto_class is transformers.AutoModelForCausalLM:
         check_sampling(args, flag, model)
     say(f"  model       {name}: {model.num_parameters():,} parameters")
     return model, tokenizer
+
+
+def make_reference(args, policy):
+    """Return a copy of the policy, before a checkpoint is loaded, with the same log-probs."""
+    reference = copy.deepcopy(policy)
+    if args.dtype == "bfloat16":
+        embeddings = reference.get_input_embeddings().weight
+        for layer in reference.modules():
+            if isinstance(layer, torch.nn.Linear) and layer.weight is not embeddings:
+                layer.bfloat16()  # autocast would cast it so in each pass, from twice the memory
+    return reference
+
+
+def checkpointed(forward, *args, **kwargs):
+    """Run a layer, and with gradients forget its activations, which backward() then computes again."""
+    if not torch.is_grad_enabled():  # around each layer, checkpoint() slows sampling by a quarter
+        return forward(*args, **kwargs)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 @torch.no_grad()
@@ -629,14 +665,18 @@ def turn_end(tokenizer):
 
 
 def read_rows(flag, name, split):
-    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub."""
+    """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub, name:configuration:split."""
     if not name.endswith(".jsonl"):
+        name, _, rest = name.partition(":")
+        configuration, _, own_split = rest.partition(":")
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
+        options = {"split": own_split or split, "streaming": Path(name).exists()}
         try:
-            return list(datasets.load_dataset(name, split=split, streaming=Path(name).exists()))
-        except OSError as error:
+            return list(datasets.load_dataset(name, configuration or None, **options))
+        except (OSError, ValueError) as error:
             reason = "convert it to .jsonl" if Path(name).is_file() else error
-            check(False, f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason}).")
+            problem = f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason})."
+            check(False, f"{problem} Name its configuration and its split as in openai/gsm8k:main:train.")
     remedy = "Give a .jsonl file, a folder, or a Hub dataset."
     check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
     rows = []
@@ -650,6 +690,8 @@ def read_rows(flag, name, split):
 
 def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     """Return the rows of a dataset, with the token ids of each prompt as prompt_ids, without long prompts."""
+    if not name:  # no evaluation
+        return []
     flag = f"--{'dataset' if split == 'train' else 'eval_dataset'} {name}"
     rows = read_rows(flag, name, split)
     for number, row in enumerate(rows):
@@ -659,7 +701,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         check_prompt(args, where, tokenizer, row["prompt"])
         taken = {*row} & {"prompts", "completions", "truncated"}
         check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
-        options = row.get("chat_template_kwargs") or {}
+        options = (args.chat_template_kwargs or {}) | (row.get("chat_template_kwargs") or {})
         options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
     names = dict.fromkeys(sorted(set().union(*rows)))
@@ -804,11 +846,12 @@ def score(reward, tokenizer, rows, rollout):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """Return the mean score for each `group`, and of n samples also pass@n, the mean of the best."""
+    """Return the mean score for each `group`, and of n samples also pass@k, the mean of the best of k."""
     n = args.eval_samples or 1
     all_rows = dataset * n  # of each response
     scores = torch.zeros(len(all_rows), device=args.device)
-    size = args.batch_size // WORLD_SIZE  # as many rows as in a rollout, each with another prompt
+    # At most as many rows as in a rollout, each with another prompt, and an equal share for each rank
+    size = min(args.batch_size, len(all_rows) + WORLD_SIZE - 1) // WORLD_SIZE
     for first in range(RANK * size, len(all_rows), WORLD_SIZE * size):
         rows = all_rows[first : first + size]
         torch.manual_seed(args.seed + first)  # main seeds each iteration, so training does not depend on it
@@ -819,16 +862,25 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
         group = "all" if row.get("group") is None else row["group"]
         groups[f"eval/score/{group}"] += row_scores
-        if n > 1:
-            groups[f"eval/pass@{n}/{group}"].append(max(row_scores))
+        for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):  # 2, 4, 8, ... and n
+            groups[f"eval/pass@{k}/{group}"].append(best_of(k, row_scores))
     return {name: sum(x) / len(x) for name, x in groups.items()}
+
+
+def best_of(k, scores):
+    """Return the expected maximum of k of these n scores, drawn without replacement (arXiv 2107.03374)."""
+    # Of all sets of k scores, comb(i, k - 1) have the i-th smallest as their maximum, counted from 0.
+    best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(scores)))
+    return best / math.comb(len(scores), k)
 
 
 def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    checksum = zlib.crc32(repr(dataset).encode())
+    checksum = 0
+    for row in dataset:
+        checksum = zlib.crc32(repr(row).encode(), checksum)
     flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
     check_folder(run_dir, flags)
     start = 0
@@ -839,7 +891,7 @@ def open_run(args, state, dataset):
         start = checkpoint["iteration"]
     model = next(iter(state.values()))  # the policy, or what reward_model.py trains
     weights = [weight.sum().item() for weight in model.parameters()]
-    checksum = zlib.crc32(repr((args, dataset, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
@@ -880,8 +932,8 @@ def check_folder(run_dir, flags):
     has_script = flags["script"] == old.get("script")
     check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
-    free = {"run_dir", "eval_every", "log_every", "save_every", "track", "rows_checksum"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing"}  # memory and speed only
+    free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
+    free |= {"rows_checksum", "micro_batch_size", "gradient_checkpointing"}  # these change memory and speed
     changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
@@ -901,13 +953,20 @@ def replacing(path):
     os.replace(f"{path}.tmp", path)
 
 
-def save_model(run_dir, policy, tokenizer):
+def save_models(args, run_dir, iteration, policy, tokenizer):
+    """Save the policy as model/, and with --keep_models also under a name that no later save takes."""
+    save_model(f"{run_dir}/model", policy, tokenizer)
+    if args.keep_models:
+        save_model(f"{run_dir}/model-{iteration}", policy, tokenizer)
+
+
+def save_model(folder, policy, tokenizer):
     """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
     if RANK == 0:
-        policy.save_pretrained(f"{run_dir}/model.tmp")
-        tokenizer.save_pretrained(f"{run_dir}/model.tmp")
-        shutil.rmtree(f"{run_dir}/model", ignore_errors=True)
-        os.replace(f"{run_dir}/model.tmp", f"{run_dir}/model")
+        policy.save_pretrained(f"{folder}.tmp")
+        tokenizer.save_pretrained(f"{folder}.tmp")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(f"{folder}.tmp", folder)
 
 
 def save_checkpoint(run_dir, iteration, state):
@@ -922,7 +981,7 @@ def append(path, record):
     """On rank 0, add a line to a log, and wait until it is on the disk."""
     if RANK == 0:
         with open(path, "a") as file:
-            print(json.dumps(record), file=file, flush=True)
+            print(json.dumps(record, default=str), file=file, flush=True)
             os.fsync(file)
 
 
@@ -958,7 +1017,8 @@ def log_samples(run_dir, iteration, tokenizer, rows, rollout):
         text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
         say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
         sample = {"iteration": iteration, "prompt": prompt, "response": response, "score": raw_score}
-        append(f"{run_dir}/samples.jsonl", sample)
+        columns = {name: value for name, value in row.items() if name not in (*sample, "prompt_ids")}
+        append(f"{run_dir}/samples.jsonl", sample | columns)
 
 
 def say_result(run_dir, metric, longer):

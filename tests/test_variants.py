@@ -49,7 +49,13 @@ def test_each_feature_merges_into_a_script(name, tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, capsys):
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "(args, policy) if args.kl_coef", "(args, policy) if args.kl_coef > 1")
-    cases = [("distill", "tools"), ("sdpo", "correction"), ("rloo", "process"), ("rloo", "lora"), ("sft", "fsdp")]
+    cases = [
+        ("distill", "tools"),
+        ("sdpo", "correction"),
+        ("rloo", "process"),
+        ("rloo", "lora"),
+        ("sft", "fsdp"),
+    ]
     for script, feature in [*cases, ("rloo", "nothing")]:
         assert sync.variant(script, feature, copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
