@@ -59,7 +59,7 @@ def share(prompts: list[str], completions: list[str], **columns) -> list[float]:
     scores = []
     for text, words in zip(prompts, map(str.split, completions)):
         chain = text.split()[:-1]
-        results = words[5:-2:4]
+        results = words[5::4]
         parts = [*zip([chain[0], *results], chain[1::2], chain[2::2], results)]
         is_working = len(results) == len(chain) // 2 and " ".join(words) == working(chain, results)
         right = sum(steps.value(part[:3]) == part[3] for part in parts)

@@ -88,7 +88,7 @@ def test_chains_of_a_policy_that_is_unsure():
     """No prompt is in both files. The demonstrations have one to eight results for each of the 200 sums, one right."""
     files = unsure.make_data(0)
     prompts = [row["prompt"] for row in files["train"] + files["heldout"]]
-    assert len(set(prompts)) == 2200 and files == unsure.make_data(0)
+    assert len(prompts) == len({*prompts}) == 2200 and files == unsure.make_data(0)
     found = {}
     for row in files["demonstrations"]:
         words = row["completion"].split()

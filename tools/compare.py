@@ -23,7 +23,7 @@ import plot
 import tyro
 from explain import print_table
 
-FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "save_every", "track"}
+FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
 FREE |= {"micro_batch_size", "gradient_checkpointing"}
 T95 = [
     12.706,
@@ -110,19 +110,15 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     for run in runs:
         flags = {name: x for name, x in run.flags.items() if name not in FREE}
         groups.setdefault((run.source, json.dumps(flags, sort_keys=True)), []).append(run)
-    values = {}  # of each flag
-    for first, *_ in groups.values():
-        for name in first.flags.keys() - FREE - {"script"}:
-            values.setdefault(name, []).append(first.flags[name])
-    differ = [
-        name for name in runs[0].flags if any(x != values.get(name, [x])[0] for x in values.get(name, []))
-    ]
-    names = []
-    for first, *_ in groups.values():
-        shown = [f"--{name} {first.flags[name]}" for name in differ if name in first.flags]
-        names.append(" ".join([f"{first.flags['script']}.py", *shown]))
-    same = Counter(names)  # the scripts have one name and two texts
-    names = [f"{x} ({found[0].folder})" if same[x] > 1 else x for x, found in zip(names, groups.values())]
+    firsts = [found[0] for found in groups.values()]
+    names = [f"{run.flags['script']}.py" for run in firsts]
+    for flag in dict.fromkeys(chain(*(run.flags for run in firsts))):
+        values = [run.flags[flag] for run in firsts if flag in run.flags]
+        if flag not in FREE | {"script"} and values.count(values[0]) < len(values):
+            shown = [f" --{flag} {run.flags[flag]}" if flag in run.flags else "" for run in firsts]
+            names = [name + text for name, text in zip(names, shown)]
+    same = Counter(names)  # above 1 if only the texts of the scripts differ
+    names = [f"{name} ({run.folder})" if same[name] > 1 else name for name, run in zip(names, firsts)]
     return dict(zip(names, groups.values()))
 
 
@@ -199,14 +195,12 @@ def print_results(found: dict) -> None:
 def print_notes(found: dict, without: list[Path]) -> None:
     """Print how to read the table, what is missing in it, and how many seeds a difference of 0.02 takes."""
     notes = [
-        "Numbers are means over seeds ± half of their 95 % interval (Student's t). A difference is the mean over"
+        "Numbers are means over seeds ± half of the 95 % interval (Student's t). Differences are means over pairs"
     ]
-    notes += [
-        "pairs of runs with the same seed. If its interval contains 0, the runs cannot tell the two apart."
-    ]
+    notes += ["of runs with one seed. If the interval of a difference contains 0, chance can explain it."]
     if without:
         notes += [f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl."]
-        notes += ["A script with --kl_coef logs it if the flag is above 0, such as 1e-9."]
+        notes += ["Runs log it with --log_kl, or with a --kl_coef above 0."]
     head, numbers = list(found.items())[1]
     for name in list(numbers)[1:]:
         pairs = differences(numbers, name)
@@ -225,9 +219,8 @@ def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: P
 
     runs = [*chain(*groups.values())]
     has_kl = all("kl" in run.metrics for run in runs)
-    figure, axes = plt.subplots(
-        1, 1 + has_kl, layout="constrained", squeeze=False, figsize=(4 + 4 * has_kl, 3), sharey=True
-    )
+    size = (4 + 4 * has_kl, 3)
+    figure, axes = plt.subplots(1, 1 + has_kl, layout="constrained", squeeze=False, figsize=size, sharey=True)
     for (name, found), color in zip(groups.items(), plot.COLORS):
         points = [range(last, end + 1)]
         lines = [[[run.at(metric, i, last) for run in found] for i in points[0]]]
