@@ -5,14 +5,16 @@
 The table is what tools/compare.py prints for these runs.
 """
 
+import math
 import sys
 from itertools import product
 from pathlib import Path
+from statistics import stdev
 
 import common
 import compare
 import tyro
-from common import ROOT, curve, load
+from common import ROOT, curve, load, mean
 
 sys.path.append(str(ROOT / "data"))
 
@@ -26,6 +28,7 @@ METHODS = {
     "no baseline": "groups",
 }
 SEEDS = 5
+DIFFERENCES = (0.02, 0.05, 0.1)
 EVERY = "eval_every", "log_every", "save_every"
 FLAGS = {
     "model": "data/unsure/policy",
@@ -45,15 +48,25 @@ def measure(run_dir: Path, method: str, seed: int) -> dict:
 
 
 def table(rows: list[dict]) -> None:
-    """Print what tools/compare.py prints for the runs of the rows."""
+    """Print what tools/compare.py prints for the runs of the rows, and how many seeds a difference takes."""
     groups = {method: [] for method in METHODS}
     for row in rows:
         metrics = {key: dict(enumerate(row[key], 1)) for key in ("score", "kl")}
-        groups[row["method"]].append(
-            compare.Run(Path(), {"seed": row["seed"]}, "", metrics, len(row["score"]))
-        )
-    compare.print_results(compare.measure(groups, "score", FLAGS["num_iterations"], last=10)[0])
-    common.print_provenance(rows)
+        run = compare.Run(Path(), {"seed": row["seed"]}, "", metrics, len(row["score"]))
+        groups[row["method"]].append(run)
+    found, _ = compare.measure(groups, "score", FLAGS["num_iterations"], last=10)
+    compare.print_results(found)
+    lines = []
+    for head, numbers in found.items():
+        if head.startswith("score"):
+            stds = [
+                stdev(compare.differences(numbers, method)) for method in [*METHODS][2:]
+            ]  # not of the control
+            std = math.sqrt(mean(x**2 for x in stds))
+            needed = [str(compare.seeds_needed(std, x)) for x in DIFFERENCES]
+            lines.append([head, f"{stdev(numbers['rloo'].values()):.3f}", f"{std:.3f}", *needed])
+    heads = ["", "std of `rloo`", "std of a difference", *(f"seeds for {x}" for x in DIFFERENCES)]
+    common.table(heads, lines, rows)
 
 
 def main() -> None:

@@ -2,12 +2,14 @@
 
 import json
 import math
+from itertools import chain, product
 from pathlib import Path
 
 import compare
 import plot
 import pytest
-from conftest import ROOT, launch, write_jsonl
+import seeds
+from conftest import ROOT, SOURCES, launch, write_jsonl
 
 FLAGS = {"script": "rloo", "kl_coef": 0.01, "learning_rate": 2e-4, "log_every": 10, "micro_batch_size": 64}
 
@@ -94,22 +96,16 @@ def test_an_evaluation_counts_where_it_was_logged_last(tmp_path, capsys):
 
 def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
     """Seeds, folders, logging and memory do not part them. Another flag does, and so does an edit of the script."""
-    changes = [
-        {},
-        {"log_every": 0, "micro_batch_size": 8},
-        {"learning_rate": 1e-3},
-        {"source": "x"},
-        {"script": "grpo"},
-    ]
-    runs = [
-        make_run(tmp_path / f"{seed}", seed, constant(0), **change) for seed, change in enumerate(changes)
-    ]
+    changes = [{}, {"log_every": 0, "micro_batch_size": 8}, {"learning_rate": 1e-3}, {"source": "x"}]
+    changes += [{"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
+    runs = [make_run(tmp_path / f"{i}", i, constant(0), **change) for i, change in enumerate(changes)]
     groups = compare.group([compare.read(run) for run in runs])
     assert {name: [run.flags["seed"] for run in found] for name, found in groups.items()} == {
         f"rloo.py --learning_rate 0.0002 ({runs[0]})": [0, 1],
         "rloo.py --learning_rate 0.001": [2],
         f"rloo.py --learning_rate 0.0002 ({runs[3]})": [3],
-        "grpo.py --learning_rate 0.0002": [4],
+        "grpo.py --learning_rate 0.0002 --clip_eps 0.2": [4],
+        "grpo.py --learning_rate 0.0002 --clip_eps 0.3": [5],
     }
 
 
@@ -176,3 +172,19 @@ def test_help_and_a_command(tmp_path):
     assert "python tools/compare.py runs/" in said and "{None}" not in said
     said = launch(ROOT / "tools" / "compare.py", *runs, "--out", tmp_path / "a.png").stdout
     assert "| `ppo.py` | 1 | 0.500 | 0.500 |" in said and (tmp_path / "a.png").exists()
+
+
+def test_the_study_has_its_rows_and_its_line_of_rloo(capsys):
+    """The rows are those of whole seeds. Each method has a line in the table, and a line for its difference."""
+    first, *others = seeds.METHODS
+    rows = seeds.load("seeds")
+    cells = product(range(1, seeds.SEEDS + 1), seeds.METHODS)
+    assert [(row["seed"], row["method"]) for row in rows] == [*cells]
+    seeds.table(rows)
+    names = [
+        line.split("`")[:2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| ") and "`" in line
+    ]
+    assert names == [["| ", first], *chain(*([["| ", name], ["| minus ", first]] for name in others))]
+    assert SOURCES["rloo"].count(seeds.GROUP) == 1  # which the changes replace
