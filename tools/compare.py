@@ -194,23 +194,24 @@ def print_results(found: dict) -> None:
 
 def print_notes(found: dict, without: list[Path]) -> None:
     """Print how to read the table, what is missing in it, and how many seeds a difference of 0.02 takes."""
-    notes = [
-        "Numbers are means over seeds ± half of the 95 % interval (Student's t). Differences are means over pairs"
-    ]
-    notes += ["of runs with one seed. If the interval of a difference contains 0, chance can explain it."]
+    print(
+        "Numbers are means over seeds ± half of the 95 % interval (Student's t). Differences are means over"
+    )
+    print(
+        "pairs of runs with the same seed. If the interval of a difference contains 0, chance can explain it."
+    )
     if without:
-        notes += [f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl."]
-        notes += ["Runs log it with --log_kl, or with a --kl_coef above 0."]
-    head, numbers = list(found.items())[1]
-    for name in list(numbers)[1:]:
-        pairs = differences(numbers, name)
-        if len(pairs) < 2:
-            notes += [f"{name}: an interval needs two seeds that both have, and there are {len(pairs)}."]
-            continue
-        std = stdev(pairs)
-        notes += [f"{name}: over seeds, the difference in `{head}` has a std of {std:.3f}."]
-        notes += [f"It takes about {seeds_needed(std, 0.02)} seeds to see a difference of 0.02."]
-    print(*notes, sep="\n")
+        print(f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl.")
+        print("Runs log it with --log_kl, or with a --kl_coef above 0.")
+    _, *others = next(iter(found.values()))
+    for name in others:
+        pairs = {head: differences(numbers, name) for head, numbers in list(found.items())[:2]}
+        count = len(next(iter(pairs.values())))
+        if count < 2:
+            print(f"{name}: an interval needs two seeds that both have, and there are {count}.")
+        else:
+            needed = [f"{seeds_needed(stdev(x), 0.02)} seeds in `{head}`" for head, x in pairs.items()]
+            print(f"{name}: to see a difference of 0.02 takes about {' and '.join(needed)}.")
 
 
 def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: Path):
