@@ -96,7 +96,12 @@ def test_an_evaluation_counts_where_it_was_logged_last(tmp_path, capsys):
 
 def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
     """Seeds, folders, logging and memory do not part them. Another flag does, and so does an edit of the script."""
-    changes = [{}, {"log_every": 0, "micro_batch_size": 8}, {"learning_rate": 1e-3}, {"source": "x"}]
+    changes = [
+        {},
+        {"log_every": 0, "log_kl": True, "micro_batch_size": 8},
+        {"learning_rate": 1e-3},
+        {"source": "x"},
+    ]
     changes += [{"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
     runs = [make_run(tmp_path / f"{i}", i, constant(0), **change) for i, change in enumerate(changes)]
     groups = compare.group([compare.read(run) for run in runs])
@@ -110,7 +115,7 @@ def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
 
 
 def test_the_picture_shows_means_and_intervals(tmp_path):
-    runs = [make_run(tmp_path / f"{x}", x, lambda i, x=x: x + i, lambda i: i) for x in (1, 2)]
+    runs = [make_run(tmp_path / f"{x}", x, lambda i, x=x: x + i, lambda i, x=x: x * i) for x in (1, 2)]
     runs += [make_run(tmp_path / "other", 1, constant(5), lambda i: i, script="grpo")]
     groups = compare.group([compare.read(run) for run in runs])
     figure = compare.draw(groups, "score", 20, 10, tmp_path / "a.png")
@@ -156,7 +161,7 @@ def test_bad_input_gets_a_sentence(line, tmp_path, monkeypatch, capsys):
     make_run(Path("short"), 3, constant(0), end=12)
     make_run(Path("texts"), 3, constant(None))
     make_run(Path("foreign"), 3, constant(0))
-    Path("foreign/args.json").write_text('{"lr": 1}')
+    Path("foreign/args.json").write_text('{"seed": 1}')
     monkeypatch.setattr("sys.argv", ["compare.py", *line.split()])
     with pytest.raises(SystemExit) as end:
         plot.command(compare.main, "")
