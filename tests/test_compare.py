@@ -68,7 +68,8 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     assert lines["rloo.py"] == ["3", *[f"0.600 ± {half[0]:.3f}"] * 2]
     assert lines["minus `rloo.py"] == ["3", *[f"-0.100 ± {half[1]:.3f}"] * 2]
     assert "a1, " in said and "b2 logged no kl" in said and "about 4 seeds in `score, all 20` and 4" in said
-    lines, _ = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
+    lines, said = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
+    assert "to see a difference" not in said  # two seeds say little about a std
     assert lines["minus `rloo.py"] == ["2", *[f"-0.100 ± {12.706 * 0.02 / 2:.3f}"] * 2]
     lines, said = table(capsys, runs[0], runs[3])  # no seed in common
     assert lines["minus `rloo.py"] == ["0", "", ""] and "an interval needs two seeds that both have" in said
