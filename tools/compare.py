@@ -1,0 +1,280 @@
+"""Compare methods over seeds: the mean and 95 % interval of each, and the difference between runs of the same seed.
+
+    python tools/compare.py runs/rloo_* runs/grpo_*
+    python tools/compare.py runs/rloo_* runs/grpo_* --metric eval/score/all --out compare.png
+
+Runs are one group if they have the same script, to the letter, and the same flags. Their seed, folder and number of
+ranks may differ, and so may flags that change only logging, memory or speed. Every other group is compared with the
+first one. All runs are read up to the same iteration and, if they log a KL, also up to the same KL.
+"""
+
+import importlib.util
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean as mean
+from statistics import stdev
+from typing import Annotated
+
+import plot
+import tyro
+from explain import print_table
+
+FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
+FREE |= {"micro_batch_size", "gradient_checkpointing"}
+T95 = [
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+]  # quantiles 0.975 for 1 to 9 degrees of freedom
+
+
+@dataclass
+class Run:
+    folder: Path
+    flags: dict
+    source: str  # the copy of the script in the folder
+    metrics: dict[str, dict[int, float]]  # by name and iteration
+    end: int  # the last iteration
+
+    def at(self, metric: str, end: int, last: int) -> float:
+        """The mean of a metric over the last iterations up to this one; of an evaluation before them, its value."""
+        values = self.metrics[metric]
+        recent = [values[i] for i in range(end - last + 1, end + 1) if i in values]
+        return mean(recent or [values[max(i for i in values if i <= end)]])
+
+    def highest_kl(self, end: int, last: int) -> float:
+        return max(self.at("kl", i, last) for i in range(last, end + 1))
+
+    def reaches(self, kl: float, last: int) -> int:
+        """The first iteration at which the mean of the last ones has this KL."""
+        return next(i for i in range(last, self.end + 1) if self.at("kl", i, last) >= kl)
+
+
+# --- statistics ---
+
+
+def t95(degrees: int) -> float:
+    """The quantile 0.975 of Student's t. The series of the normal quantile is right to 0.003 from 10 degrees on."""
+    z = 1.95996
+    series = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return T95[degrees - 1] if degrees <= len(T95) else series
+
+
+def interval(values: list[float]) -> str:
+    """The mean, and with several values half of its 95 % interval."""
+    if len(values) < 2:
+        return "".join(f"{value:.3f}" for value in values)
+    return f"{mean(values) + 0:.3f} ± {t95(len(values) - 1) * stdev(values) / math.sqrt(len(values)):.3f}"
+
+
+def seeds_needed(std: float, difference: float) -> int:
+    """How many seeds show a difference of two methods in 4 of 5 studies. std is over the differences of the seeds."""
+    return max(2, math.ceil((1.96 + 0.84) ** 2 * (std / difference) ** 2 + 1.96**2 / 2))
+
+
+# --- runs and groups ---
+
+
+def read(folder: Path) -> Run:
+    flags, rows = plot.read_run(folder)
+    if not isinstance(flags, dict) or not {"seed", "script"} <= flags.keys():
+        raise ValueError(
+            f"{folder}: args.json has no seed or no script, so this is no run of the scripts here."
+        )
+    metrics = {}
+    for row in rows:
+        for name, x in row.items():
+            if not isinstance(x, int | float):
+                raise ValueError(
+                    f"{folder}: {name} is {x!r} in iteration {row['iteration']}, which is no number."
+                )
+            metrics.setdefault(name, {})[row["iteration"]] = x
+    script = folder / f"{flags['script']}.py"
+    source = script.read_text() if script.exists() else ""
+    return Run(folder, flags, source, metrics, max(metrics.get("iteration", [0])))
+
+
+def group(runs: list[Run]) -> dict[str, list[Run]]:
+    """The groups of runs, in their order, by a name: the script, and the flags in which the groups differ."""
+    groups = {}
+    for run in runs:
+        flags = {name: x for name, x in run.flags.items() if name not in FREE}
+        groups.setdefault((run.source, json.dumps(flags, sort_keys=True)), []).append(run)
+    firsts = [found[0] for found in groups.values()]
+    names = [f"{run.flags['script']}.py" for run in firsts]
+    for flag in dict.fromkeys(chain(*(run.flags for run in firsts))):
+        values = [run.flags[flag] for run in firsts if flag in run.flags]
+        if flag not in FREE | {"script"} and values.count(values[0]) < len(values):
+            shown = [f" --{flag} {run.flags[flag]}" if flag in run.flags else "" for run in firsts]
+            names = [name + text for name, text in zip(names, shown)]
+    same = Counter(names)  # above 1 if only the texts of the scripts differ
+    names = [f"{name} ({run.folder})" if same[name] > 1 else name for name, run in zip(names, firsts)]
+    return dict(zip(names, groups.values()))
+
+
+def check(groups: dict[str, list[Run]], metric: str, iterations: int | None, last: int) -> int:
+    """Return the iteration up to which to compare. Raise a ValueError that says what to do, if there is none."""
+    runs = [*chain(*groups.values())]
+    if len(groups) < 2:
+        raise ValueError(
+            f"the runs are one group, {', '.join(groups)}. Give runs of another script or with other flags."
+        )
+    for name, found in groups.items():
+        for seed, count in Counter(run.flags["seed"] for run in found).items():
+            if count > 1:
+                raise ValueError(f"{name}: {count} runs have seed {seed}. Give each seed once.")
+    short, long = (f(runs, key=lambda run: run.end) for f in (min, max))
+    end = iterations or short.end
+    if not iterations and short.end < long.end:
+        which = f"{short.folder} has {short.end} iterations, and {long.folder} has {long.end}"
+        raise ValueError(f"{which}. To compare them at the same iteration, use --iterations {short.end}.")
+    if short.end < end or not 1 <= last <= end:
+        given = f"--iterations {end} --last {last}"
+        raise ValueError(
+            f"{given}: {short.folder} has {short.end} iterations. Use 1 <= last <= iterations <= {short.end}."
+        )
+    for run in runs:
+        if metric not in run.metrics:
+            raise ValueError(
+                f"--metric {metric}: {run.folder} does not log it. It logs {', '.join(run.metrics)}."
+            )
+    return end
+
+
+# --- results ---
+
+
+def measure(groups: dict[str, list[Run]], metric: str, end: int, last: int) -> tuple[dict, list[Path]]:
+    """By its heading, a number of each run by group and seed; and the folders of the runs that log no KL."""
+    runs = [*chain(*groups.values())]
+    without = [run.folder for run in runs if "kl" not in run.metrics]
+    columns = {f"{metric}, all {end}": lambda run: run.at(metric, end, end)}
+    columns[f"{metric}, last {last}"] = lambda run: run.at(metric, end, last)
+    if not without:
+        level = min(run.highest_kl(end, last) for run in runs)
+        columns[f"kl, last {last}"] = lambda run: run.at("kl", end, last)
+        columns[f"{metric} at kl {level:.3g}"] = lambda run: run.at(metric, run.reaches(level, last), last)
+    found = {
+        head: {name: {run.flags["seed"]: number(run) for run in runs} for name, runs in groups.items()}
+        for head, number in columns.items()
+    }
+    return found, without
+
+
+def differences(numbers: dict[str, dict], name: str) -> list[float]:
+    """The numbers of a group minus those of the first group at the same seeds."""
+    first = next(iter(numbers.values()))
+    return [x - first[seed] for seed, x in numbers[name].items() if seed in first]
+
+
+def print_results(found: dict) -> None:
+    """Print a table: a line for each group, and one for its difference from the first."""
+    heads, numbers = list(found), list(found.values())
+    first, *others = numbers[0]
+    lines = []
+    for name in (first, *others):
+        lines.append(
+            [f"`{name}`", str(len(numbers[0][name])), *(interval([*x[name].values()]) for x in numbers)]
+        )
+        if name in others:
+            pairs = [differences(x, name) for x in numbers]
+            lines.append([f"minus `{first}`", str(len(pairs[0])), *map(interval, pairs)])
+    print_table(["", "seeds", *heads], lines)
+
+
+def print_notes(found: dict, without: list[Path]) -> None:
+    """Print how to read the table, what is missing in it, and how many seeds a difference of 0.02 takes."""
+    print(
+        "Numbers are means over seeds ± half of the 95 % interval (Student's t). Differences are means over"
+    )
+    print(
+        "pairs of runs with the same seed. If the interval of a difference contains 0, chance can explain it."
+    )
+    if without:
+        print(f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl.")
+        print("Runs log it with --log_kl, or with a --kl_coef above 0.")
+    _, *others = next(iter(found.values()))
+    for name in others:
+        pairs = {head: differences(numbers, name) for head, numbers in list(found.items())[:2]}
+        count = len(next(iter(pairs.values())))
+        if count < 2:
+            print(f"{name}: an interval needs two seeds that both have, and there are {count}.")
+        elif count > 2:  # two seeds say little about a std
+            needed = [f"{seeds_needed(stdev(x), 0.02)} seeds in `{head}`" for head, x in pairs.items()]
+            print(f"{name}: to see a difference of 0.02 takes about {' and '.join(needed)}.")
+
+
+def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: Path):
+    """The mean of each group with its interval, over the last iterations, against the iteration and against the KL."""
+    import matplotlib.pyplot as plt
+
+    runs = [*chain(*groups.values())]
+    has_kl = all("kl" in run.metrics for run in runs)
+    size = (4 + 4 * has_kl, 3)
+    figure, axes = plt.subplots(1, 1 + has_kl, layout="constrained", squeeze=False, figsize=size, sharey=True)
+    for (name, found), color in zip(groups.items(), plot.COLORS):
+        points = [range(last, end + 1)]
+        lines = [[[run.at(metric, i, last) for run in found] for i in points[0]]]
+        if has_kl:
+            top = min(run.highest_kl(end, last) for run in found)
+            points.append([top * i / 30 for i in range(31)])
+            lines.append([[run.at(metric, run.reaches(x, last), last) for run in found] for x in points[1]])
+        for axis, xs, values in zip(axes.flat, points, lines):
+            axis.plot(xs, [mean(x) for x in values], color=color, label=name)
+            if len(found) > 1:
+                half = [t95(len(x) - 1) * stdev(x) / math.sqrt(len(x)) for x in values]
+                low, high = ([mean(x) + sign * h for x, h in zip(values, half)] for sign in (-1, 1))
+                axis.fill_between(xs, low, high, color=color, alpha=0.2, lw=0)
+    for axis, label in zip(axes.flat, ("iteration", "kl")):
+        axis.set_xlabel(label, fontsize=10)
+        axis.grid(alpha=0.25)
+    axes[0, 0].set_title(f"{metric}, mean of {last} iterations", fontsize=10)
+    figure.legend(handles=axes.flat[0].lines, loc="outside upper center", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    return figure
+
+
+Metric = Annotated[str, tyro.conf.arg(help="metric to compare")]
+Last = Annotated[int, tyro.conf.arg(help="iterations at the end over which to average")]
+Iterations = Annotated[
+    int | None,
+    tyro.conf.arg(
+        help="compare at this iteration, by default at the end", metavar="INT", help_behavior_hint=""
+    ),
+]
+Out = Annotated[Path | None, tyro.conf.arg(help="also draw a PNG", metavar="PNG", help_behavior_hint="")]
+
+
+def main(
+    runs: tyro.conf.Positional[plot.Runs],
+    metric: Metric = "score",
+    last: Last = 10,
+    iterations: Iterations = None,
+    out: Out = None,
+) -> None:
+    if not runs:
+        raise ValueError("give the folders of runs, such as runs/rloo_1 runs/rloo_2 runs/grpo_1 runs/grpo_2")
+    if out and (out.suffix != ".png" or not importlib.util.find_spec("matplotlib")):
+        raise ValueError(f"--out {out}: use a name that ends in .png, and pip install matplotlib.")
+    groups = group([read(run) for run in runs])
+    end = check(groups, metric, iterations, last)
+    found, without = measure(groups, metric, end, last)
+    print_results(found)
+    print_notes(found, without)
+    if out:
+        draw(groups, metric, end, last, out)
+        print(f"Wrote {out}.")
+
+
+if __name__ == "__main__":
+    plot.command(main, __doc__)
