@@ -65,9 +65,7 @@ class Args:  # the comment after a flag becomes its --help text
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/policy"  # causal LM, or reward model, which keeps its head: local folder or Hub id
-    dataset: str = (
-        "toy/preferences_train.jsonl"  # .jsonl, folder, Hub id:config:split; `prompt`, `chosen`, `rejected`
-    )
+    dataset: str = "toy/preferences_train.jsonl"  # .jsonl, folder or Hub id; `prompt`, `chosen`, `rejected`
     eval_dataset: str | None = None  # held-out pairs (split test); a column `group` gives accuracy per group
     max_length: int = 1024  # texts with more tokens are cut at their end
     chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False

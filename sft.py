@@ -62,9 +62,7 @@ class Args:  # the comment after a flag becomes its --help text
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and AdamW stay float32
     # Model and data
     model: str = "toy/base"  # starting policy: local folder or Hub id of a causal LM
-    dataset: str = (
-        "toy/demonstrations.jsonl"  # .jsonl, folder, Hub id:config:split; `prompt`+`completion`, `messages`
-    )
+    dataset: str = "toy/demonstrations.jsonl"  # .jsonl, folder or Hub id; `prompt`+`completion` or `messages`
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation
     max_length: int = 1024  # examples with more tokens, in prompt and completion together, are left out
     chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False

@@ -52,7 +52,8 @@ def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> 
 
 def assert_same_run(one, other):
     """To the last bit, except for times and metrics that the parent does not have."""
-    own = {"tokens_per_second", "sampling_seconds", "staleness", "trainer_waited", "sampler_waited"}
+    own = {"tokens_per_second", "sampling_seconds", "reward_seconds", "update_seconds"}
+    own |= {"staleness", "trainer_waited", "sampler_waited"}
     for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
         assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
     policies = [torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)]

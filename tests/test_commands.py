@@ -82,7 +82,7 @@ def test_a_made_variant_needs_the_packages_of_its_features():
 
 def test_what_is_refused_is_refused_in_any_order():
     for pair in (["async", "vllm"], ["vllm", "async"]):
-        with pytest.raises(ValueError, match=r"^\w+ with \w+: each rank would have an engine"):
+        with pytest.raises(ValueError, match=r"^\w+ with \w+: every rank would start an engine"):
             sync.combine("flash_reinforce", pair)
 
 
