@@ -293,7 +293,7 @@ def check_args(args):
     size = args.batch_size
     remedy = f"Use a multiple of {WORLD_SIZE}, such as {-(-size // WORLD_SIZE) * WORLD_SIZE}."
     excess = size % WORLD_SIZE
-    check(not excess, f"--batch_size {size}: cannot be divided evenly ({WORLD_SIZE} ranks). {remedy}")
+    check(not excess, f"--batch_size {size}: cannot be divided evenly (ranks: {WORLD_SIZE}). {remedy}")
     if args.model != Args.model and args.learning_rate == Args.learning_rate:
         say(f"warning: --learning_rate {args.learning_rate} is for the toy; a real model needs about 1e-5")
 

@@ -568,7 +568,7 @@ def check_args(args):
         check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
-    parts = f"{k} samples per prompt, {args.num_minibatches} minibatches, {WORLD_SIZE} ranks"
+    parts = f"samples per prompt: {k}, minibatches: {args.num_minibatches}, ranks: {WORLD_SIZE}"
     remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
     check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
     if args.dataset == Args.dataset:  # the toy has held-out prompts

@@ -100,11 +100,11 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
 
 
 def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
-    parts = "--batch_size 128: cannot be divided evenly (1 samples per prompt, 1 minibatches, "
+    parts = "--batch_size 128: cannot be divided evenly (samples per prompt: 1, minibatches: 1, "
     for trainers, samplers, reason in (
         (0, 1, "SAMPLER_RANKS=1: Start these and one or more to train with torchrun"),
-        (3, 1, f"{parts}3 + 1 ranks)"),
-        (1, 3, f"{parts}1 + 3 ranks)"),
+        (3, 1, f"{parts}ranks: 3 + 1)"),
+        (1, 3, f"{parts}ranks: 1 + 3)"),
     ):
         monkeypatch.setattr(script, "TRAINERS", range(trainers))
         monkeypatch.setattr(script, "SAMPLERS", range(trainers, trainers + samplers))
