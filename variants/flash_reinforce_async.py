@@ -640,7 +640,9 @@ def check_args(args):
     # The ranks of each side, groups and minibatches divide it.
     unit = math.lcm(len(TRAINERS), samplers) * math.lcm(k, args.num_minibatches)
     size = args.batch_size
-    parts = f"samples per prompt: {k}, minibatches: {args.num_minibatches}, ranks: {len(TRAINERS)} + {samplers}"
+    parts = (
+        f"samples per prompt: {k}, minibatches: {args.num_minibatches}, ranks: {len(TRAINERS)} + {samplers}"
+    )
     remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
     check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
     if args.dataset == Args.dataset:  # the toy has held-out prompts
