@@ -83,6 +83,7 @@ class Args:  # the comment after a flag becomes its --help text
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
     eval_every: int = 70  # evaluate every n iterations, before the first and after the last; 0: never
     save_every: int = 200  # save model and checkpoint every n iterations and after the last; 0: only then
+    keep_models: bool = False  # keep each saved model in model-<iteration>/; model/ is always the latest
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
     # The method: its flags and its loss
@@ -144,7 +145,7 @@ def main(args):
         # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
-            save_model(f"{run_dir}/model", policy, tokenizer)
+            save_models(args, run_dir, iteration, policy, tokenizer)
 
     say_result(run_dir, "accuracy", f"--num_epochs {2 * args.num_epochs}")
     if dist.is_initialized():
@@ -481,9 +482,9 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
         options |= row.get("chat_template_kwargs") or {}
         options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
         row |= {"prompt": prompt, "prompt_length": len(token_ids(tokenizer, prompt, **options))}
-        for name, response in {"chosen_ids": chosen, "rejected_ids": rejected}.items():
+        for column, response in {"chosen_ids": chosen, "rejected_ids": rejected}.items():
             ids = encode(tokenizer, prompt, response, **options)[: args.max_length]
-            row[name] = array("i", ids)  # a list would take ten times the memory
+            row[column] = array("i", ids)  # a list would take ten times the memory
         row["length"] = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
     kept = [row for row in rows if row["chosen_ids"] != row["rejected_ids"]]
     for index, row in enumerate(kept):
@@ -523,7 +524,7 @@ def check_prompt(args, where, tokenizer, prompt):
     for x in prompt:
         is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
@@ -614,6 +615,13 @@ def replacing(path):
         file.flush()
         os.fsync(file)
     os.replace(f"{path}.tmp", path)
+
+
+def save_models(args, run_dir, iteration, policy, tokenizer):
+    """Save the policy as model/, and with --keep_models also under a name that no later save takes."""
+    save_model(f"{run_dir}/model", policy, tokenizer)
+    if args.keep_models:
+        save_model(f"{run_dir}/model-{iteration}", policy, tokenizer)
 
 
 def save_model(folder, policy, tokenizer):

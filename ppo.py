@@ -135,14 +135,19 @@ def whiten(x, mask):
     return centered / math.sqrt(max(variance, 1e-8))
 
 
+def token_rewards(args, rollout):
+    """Return the rewards (B, T): minus the KL penalty, and on the last response token plus the score."""
+    mask = rollout["response_mask"]
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)  # (B, 1)
+    return (-args.kl_coef * rollout["kl"]).scatter_add(1, last, rollout["scores"].view(-1, 1))
+
+
 @torch.no_grad()
 def compute_advantages(args, rollout):
     """Return {"advantages": (B, T), "returns": (B, T)}: whitened GAE, and the critic's targets."""
     mask = rollout["response_mask"]
     values = rollout["values"]  # (B, T)
-    rewards = -args.kl_coef * rollout["kl"]
-    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)  # (B, 1)
-    rewards = rewards.scatter_add(1, last, rollout["scores"].view(-1, 1))  # on the last response token
+    rewards = token_rewards(args, rollout)
     advantages = torch.zeros_like(values)
     advantage = torch.zeros_like(rollout["scores"])  # (B,), A_{t+1}, 0 after the last token
     next_value = torch.zeros_like(rollout["scores"])  # (B,), V_{t+1}
@@ -265,7 +270,7 @@ def main(args):
 
         # 6. Measure, evaluate and log
         metrics |= measure(args, rollout, began, sampled, scored)
-        metrics["explained_variance"] = explained_variance(rollout)
+        metrics["explained_variance"] = explained_variance(args, rollout)
         left = (time.perf_counter() - began) * (args.num_iterations - iteration)  # seconds, at this pace
         is_last = iteration == args.num_iterations
         if eval_dataset and (is_last or iteration % args.eval_every == 0):
@@ -539,11 +544,13 @@ def measure(args, rollout, began, sampled, scored):
     return metrics
 
 
-def explained_variance(rollout):
-    """Return the share of the variance of the returns that the critic predicts: 1 if it is perfect."""
+def explained_variance(args, rollout):
+    """Return the share of the variance of the rewards to come that the critic predicts: 1 if it is perfect."""
+    # The sum of the rewards from each token on. The critic's targets would contain its own values.
+    to_come = token_rewards(args, rollout).flip(1).cumsum(1).flip(1) * rollout["response_mask"]  # (B, T)
     num_tokens = total(rollout["response_mask"])
     spread = []
-    for x in (rollout["returns"] - rollout["values"], rollout["returns"]):  # 0 on padding
+    for x in (to_come - rollout["values"], to_come):
         spread.append(total(x.square()) / num_tokens - (total(x) / num_tokens) ** 2)
     return 1 - spread[0] / max(spread[1], 1e-8)
 
@@ -806,7 +813,7 @@ def check_prompt(args, where, tokenizer, prompt):
     for x in prompt:
         is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 

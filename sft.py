@@ -80,6 +80,7 @@ class Args:  # the comment after a flag becomes its --help text
     run_dir: str | None = None  # folder of the run, resumed if it holds one; by default a new one in runs/
     eval_every: int = 100  # evaluate every n iterations, before the first and after the last; 0: never
     save_every: int = 200  # save model and checkpoint every n iterations and after the last; 0: only then
+    keep_models: bool = False  # keep each saved model in model-<iteration>/; model/ is always the latest
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT names the project
 
 
@@ -137,7 +138,7 @@ def main(args):
         # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_checkpoint(run_dir, iteration, state)
-            save_model(f"{run_dir}/model", policy, tokenizer)
+            save_models(args, run_dir, iteration, policy, tokenizer)
 
     say_result(run_dir, "loss", f"--num_epochs {2 * args.num_epochs}")
     if dist.is_initialized():
@@ -464,7 +465,7 @@ def check_prompt(args, where, tokenizer, prompt):
     for x in prompt:
         is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
@@ -555,6 +556,13 @@ def replacing(path):
         file.flush()
         os.fsync(file)
     os.replace(f"{path}.tmp", path)
+
+
+def save_models(args, run_dir, iteration, policy, tokenizer):
+    """Save the policy as model/, and with --keep_models also under a name that no later save takes."""
+    save_model(f"{run_dir}/model", policy, tokenizer)
+    if args.keep_models:
+        save_model(f"{run_dir}/model-{iteration}", policy, tokenizer)
 
 
 def save_model(folder, policy, tokenizer):

@@ -726,7 +726,7 @@ def check_prompt(args, where, tokenizer, prompt):
     for x in prompt:
         is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 

@@ -129,9 +129,13 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         lengths = [len(row) for row, x in zip(entropy, scores) if is_in(x, mean(scores))]
         line[f"response_length/{part}"] = mean(lengths)
     if name == "ppo":
-        returns, values = (list(chain(*rows_of(key, rollouts))) for key in ("returns", "values"))
-        errors = [x - y for x, y in zip(returns, values, strict=True)]
-        line["explained_variance"] = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+        scores = chain(*(rollout["scores"].tolist() for rollout in rollouts))
+        to_come = []  # after each token, without the values of the critic
+        for kl, x in zip(rows_of("kl", rollouts), scores, strict=True):
+            to_come += [x - args.kl_coef * sum(kl[t:]) for t in range(len(kl))]
+        values = chain(*rows_of("values", rollouts))
+        errors = [x - y for x, y in zip(to_come, values, strict=True)]
+        line["explained_variance"] = 1 - statistics.pvariance(errors) / statistics.pvariance(to_come)
     last = [ids[mask.bool()][-1] for x in rollouts for ids, mask in zip(x["sequences"], x["attention_mask"])]
     line["truncated"] = mean(token != tokenizer.eos_token_id for token in last)
     if args.kl_coef > 0 or name == "distill":

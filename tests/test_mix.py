@@ -146,7 +146,7 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path, capsys):
         assert mix.mix(*words, "methods", folder) == 2
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7 and all(line.startswith("error: ") for line in said)
-    assert said[3].startswith("error: no is no policy script; ")
+    assert said[3].startswith("error: no is no policy script here or in methods/. ")
 
 
 def test_make_diff_takes_a_mix_that_stands_in_runs(tmp_path, capsys):

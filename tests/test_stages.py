@@ -124,6 +124,7 @@ def test_the_screen_has_a_header_rows_and_what_to_do_next(script, tmp_path, monk
         assert errors == "" and max(map(len, lines)) <= 100
         assert lines[0] == f"{script.__name__}.py: 1 process on cpu, float32"
         assert lines[1].startswith("  model ")
+        assert sum(data in line and "_ids" not in line for line in lines[2:5]) >= 1 + (script is not sft)
         assert f"  run folder  run {words}" in lines and lines.count(script.HEADER) == 1
         rows = [int(line[:5]) for line in lines if line[:5].strip().isdigit() and line[5:6] == " "]
         assert rows == [*range((epochs - 1) * count + 1, epochs * count + 1)]
@@ -131,6 +132,19 @@ def test_the_screen_has_a_header_rows_and_what_to_do_next(script, tmp_path, monk
         assert f"Complete: {epochs * count} iterations." in said
         assert said.endswith(f"the same command with --run_dir run --num_epochs {2 * epochs}\n")
     assert "changed     num_epochs 1 (now 2); the learning rate jumps to its new decay" in said
+
+
+@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
+def test_a_model_of_each_save_can_be_kept(script, tmp_path):
+    data = few(script.__name__, 16, tmp_path)
+    flags = {"dataset": data, "batch_size": 4, "num_epochs": 1, "save_every": 2, "eval_every": 0}
+    flags |= zoo.held_out(script.__name__, data, 4)
+    count = 3 if script is sft else 4
+    run_stage(script, **flags, run_dir=tmp_path / "run", keep_models=True)
+    names = sorted(path.name for path in (tmp_path / "run").glob("model*"))
+    assert names == sorted({"model", "model-2", f"model-{count}"})
+    models = [(tmp_path / "run" / name / "model.safetensors").read_bytes() for name in names]
+    assert models[0] == models[-1] != models[1]
 
 
 @pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)

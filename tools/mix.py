@@ -72,7 +72,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     sources = {x: found[x].read_text() for x in policy_scripts(root)}
     [loss, *others] = chosen
     if wrong := [x for x in (name, *chosen) if x not in sources]:
-        raise ValueError(f"{wrong[0]} is no policy script; ADVANTAGE and LOSS can be {', '.join(sources)}")
+        raise ValueError(f"{wrong[0]} is no policy script here or in methods/. Use {', '.join(sources)}")
     if others or name == loss:
         given = f"{name}, {','.join(chosen)}"
         raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS, and not {given}")

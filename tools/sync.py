@@ -321,7 +321,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     sources = {name: path.read_text() for name, path in paths(root).items()}
     known, parents = features(root), variants(root)
     if name not in (*policy_scripts(root), *parents, *STAGES) or {*chosen} - {*known}:
-        raise ValueError(f"use a policy script as SCRIPT, and a FEATURE of {', '.join(known)}")
+        raise ValueError(f"SCRIPT must be here or in methods/, and FEATURE one of {', '.join(known)}")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
     text = HEADER.sub("", OWN.sub("# own", sources[name]))

@@ -244,6 +244,8 @@ def add_adapter(args, model, task="CAUSAL_LM"):
     )
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads a deprecated name
     if args.adapter:
+        is_adapter = Path(args.adapter, "adapter_config.json").exists()
+        check(is_adapter, f"--adapter {args.adapter}: is no adapter. Give model/adapter of another run.")
         model = peft.PeftModel.from_pretrained(model, args.adapter, is_trainable=True)
     else:
         model = peft.get_peft_model(model, config)
@@ -748,7 +750,7 @@ def check_prompt(args, where, tokenizer, prompt):
     for x in prompt:
         is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, or plain strings as prompts."
+    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
