@@ -545,7 +545,7 @@ def measure(args, rollout, began, sampled, scored):
 
 
 def explained_variance(args, rollout):
-    """Return the share of the variance of the rewards to come that the critic predicts: 1 if it is perfect."""
+    """Return the share of the variance of the rewards to come that the critic predicts: at best 1."""
     # The sum of the rewards from each token on. The critic's targets would contain its own values.
     to_come = token_rewards(args, rollout).flip(1).cumsum(1).flip(1) * rollout["response_mask"]  # (B, T)
     num_tokens = total(rollout["response_mask"])
