@@ -120,6 +120,7 @@ def test_compare_shows_exactly_the_lines_of_diff(a, b, visit, capsys):
     else:
         page.select_option("#a", a)
         page.select_option("#b", b)
+    page.locator("#count:not(:empty)").wait_for()  # until the page has compared
     said = page.inner_text("#count").replace("the other code", "code").replace(" lines", "")
     assert {kind: int(number) for number, kind in re.findall(r"(\d+) of ([a-z ]+)", said)} == counts
     for side, name, changed in (("a", a, gone), ("b", b, new)):
