@@ -31,14 +31,13 @@ def cases(method: str) -> dict[str, dict]:
 def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
     """The largest difference, relative to the largest expected number; for a loss below 1, the difference.
 
-    The expected numbers may have been rounded to a unit.
+    The numbers of a mistake have been rounded to a unit. Only tokens are compared with them, because a KL without a
+    mask has a gradient on padding, too.
     """
     result = result.detach() if hasattr(result, "detach") else result  # a tensor of torch
     result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
-    if name == "advantages":  # (B, T), or one number for each response
+    if name == "advantages" or (unit and name == "gradient"):  # (B, T), or one number for each response
         result, expected = (np.where(mask, x.reshape(len(mask), -1), 0.0) for x in (result, expected))
-    elif expected.ndim < result.ndim:  # the gradient of a mistake, one number for all tokens of a response
-        expected = expected[:, None] * mask
     scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
     return float((np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() - unit / 2) / scale)
 

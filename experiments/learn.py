@@ -47,7 +47,8 @@ RUNS = {
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy, and some of its iterations
+SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
+COURSES = (SHOWN, RUNS["clip"], RUNS["no clip"])  # and some iterations of these
 KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
@@ -62,10 +63,9 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     choices = explain.choices(run_dir / "model")
     row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
     if (script, flags, bug) == SHOWN:
-        row |= {
-            "choices": choices,
-            "course": {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")},
-        }
+        row["choices"] = choices
+    if (script, flags, bug) in COURSES:
+        row["course"] = {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")}
     return row
 
 
@@ -108,10 +108,13 @@ def runs(*names: str, **columns: tuple) -> None:
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
-def course(*iterations: int) -> None:
-    """Print score and loss of the first seed at these iterations of the run whose tree the page shows."""
-    values = rows_of("score - mean")[0]["course"]
-    lines = [[f"`{key}`", *(f"{x[i - 1]:.2f}" for i in iterations)] for key, x in values.items()]
+def course(iterations, names=("score - mean",), keys=("score", "policy_loss")) -> None:
+    """Print metrics of the first seed at these iterations of runs, each with its name if there are several."""
+    lines = []
+    for name in names:
+        for key in keys:
+            values = rows_of(name)[0]["course"][key]
+            lines.append([f"`{key}`" + f", {name}" * (len(names) > 1), *(f"{values[i - 1]:.2f}" for i in iterations)])
     common.table(["iteration", *map(str, iterations)], lines)
 
 
