@@ -45,7 +45,10 @@ def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
 def mistakes_of(method: str, case: dict) -> dict[str, dict]:
     """The numbers of a case by the mistake, and of each other method that has the same inputs."""
     right = {key: np.array(x) for key, x in case["expected"].items()}
-    found = {name: {key: MISTAKE_UNIT * np.array(x) for key, x in y.items()} for name, y in case["mistakes"].items()}
+    found = {
+        name: {key: MISTAKE_UNIT * np.array(x) for key, x in y.items()}
+        for name, y in case["mistakes"].items()
+    }
     found["loss with the wrong sign"] = {key: -right[key] for key in ("loss", "gradient")}
     for other, others in VECTORS["methods"].items():
         if other != method:

@@ -48,7 +48,9 @@ RUNS = {
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
 SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
-COURSES = (SHOWN, RUNS["clip"], RUNS["no clip"])  # and some iterations of these
+# Metrics of these runs of which it prints some iterations
+COURSES = {"score - mean": ("score", "policy_loss"), "clip": ("score",), "no clip": ("score",)}
+COURSES |= {"no KL": ("kl",), "k1 in the loss": ("kl",)}
 KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
@@ -64,8 +66,9 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
     if (script, flags, bug) == SHOWN:
         row["choices"] = choices
-    if (script, flags, bug) in COURSES:
-        row["course"] = {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")}
+    for name, keys in COURSES.items():
+        if (script, flags, bug) == RUNS[name]:
+            row["course"] = {key: common.curve(lines, key, 3) for key in keys}
     return row
 
 
@@ -108,13 +111,15 @@ def runs(*names: str, **columns: tuple) -> None:
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
-def course(iterations, names=("score - mean",), keys=("score", "policy_loss")) -> None:
-    """Print metrics of the first seed at these iterations of runs, each with its name if there are several."""
+def course(iterations, *names: str, seeds=(1,)) -> None:
+    """Print metrics of runs at these iterations, with the name of the run and the seed if there are several."""
     lines = []
     for name in names:
-        for key in keys:
-            values = rows_of(name)[0]["course"][key]
-            lines.append([f"`{key}`" + f", {name}" * (len(names) > 1), *(f"{values[i - 1]:.2f}" for i in iterations)])
+        for row in rows_of(name)[: len(seeds)]:
+            of = (f", {name}" if len(names) > 1 else "") + (f", seed {row['seed']}" if len(seeds) > 1 else "")
+            for key in COURSES[name]:
+                numbers = (f"{row['course'][key][i - 1]:.2f}" for i in iterations)
+                lines.append([f"`{key}`{of}", *numbers])
     common.table(["iteration", *map(str, iterations)], lines)
 
 

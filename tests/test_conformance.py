@@ -73,7 +73,8 @@ def test_no_mistake_passes():
             mask = np.array(check.VECTORS["rollouts"][case["name"]]["response_mask"])
             for name, units in case["mistakes"].items():
                 numbers = {key: check.MISTAKE_UNIT * np.array(x) for key, x in units.items()}
-                sizes = [check.difference(key, case["expected"][key], x, mask) for key, x in numbers.items()]
+                pairs = [(key, case["expected"][key], x) for key, x in numbers.items()]
+                sizes = [check.difference(*pair, mask, check.MISTAKE_UNIT) for pair in pairs]
                 assert max(sizes) > 4 * check.TOLERANCE, (method, name)
 
 
