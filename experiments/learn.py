@@ -111,16 +111,23 @@ def runs(*names: str, **columns: tuple) -> None:
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
-def course(iterations, *names: str, seeds=(1,)) -> None:
-    """Print metrics of runs at these iterations, with the name of the run and the seed if there are several."""
+def course(iterations, *names: str) -> None:
+    """Print metrics of the first seed at these iterations, with the names of the runs if there are several."""
     lines = []
     for name in names:
-        for row in rows_of(name)[: len(seeds)]:
-            of = (f", {name}" if len(names) > 1 else "") + (f", seed {row['seed']}" if len(seeds) > 1 else "")
-            for key in COURSES[name]:
-                numbers = (f"{row['course'][key][i - 1]:.2f}" for i in iterations)
-                lines.append([f"`{key}`{of}", *numbers])
+        for key, values in rows_of(name)[0]["course"].items():
+            label = f"`{key}`, {name}" if len(names) > 1 else f"`{key}`"
+            lines.append([label, *(f"{values[i - 1]:.2f}" for i in iterations)])
     common.table(["iteration", *map(str, iterations)], lines)
+
+
+def ranges(key: str, *names: str) -> None:
+    """Print the lowest and the highest value of a metric in the last third of runs."""
+    lines = []
+    for name in names:
+        ends = [row["course"][key][-len(row["course"][key]) // 3 :] for row in rows_of(name)]
+        lines.append([name, *("; ".join(f"{of(x):.2f}" for x in ends) for of in (min, max))])
+    common.table(["seeds 1; 2", f"lowest `{key}`", f"highest `{key}`"], lines)
 
 
 def advantages(*scripts: str, scores=(1.0, 0.0, 0.0, 0.0)) -> None:
