@@ -94,6 +94,19 @@ def test_the_example_of_the_page(capsys):
         assert all(line.endswith(end) for line in capsys.readouterr().out.splitlines())
 
 
+def test_a_mistake_is_named_only_if_all_numbers_agree():
+    """Neither by one number of several, nor because it leaves a slightly wrong number as it is."""
+    case = METHODS["grpo"][0]
+    loss = check.MISTAKE_UNIT * case["mistakes"]["no KL"]["loss"]
+    slightly_wrong = np.array(case["expected"]["advantages"]) * (1 + 3e-5)
+
+    def names(**result):
+        return check.report("grpo", lambda _: result)[0][3]
+
+    assert names(loss=loss) == ["no KL"] and names(**case["expected"] | {"loss": loss}) == []
+    assert names(advantages=slightly_wrong) == []
+
+
 @pytest.mark.parametrize("result", [None, {}, 0.5, {"losses": 0.5}])
 def test_a_result_of_the_wrong_kind_is_refused_by_name(result):
     with pytest.raises(ValueError, match=r"grpo: .*return a dict with any of advantages, loss, gradient"):
