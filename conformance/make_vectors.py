@@ -22,6 +22,7 @@ REFERENCES = (FOLDER.parent / "tests" / "references.py").read_text()
 # fmt: off
 INPUT_MISTAKES = {
     "compared across prompts": lambda x: {"order": torch.arange(6).view(x["samples_per_prompt"], -1).T.flatten()},
+    "advantage with the wrong sign": lambda x: {"sign": -1},
     "counts of the micro-batch": lambda x: {"num_sequences": 6, "num_tokens": int(x["response_mask"].sum())},
     "holes count": lambda x: {"response_mask": up_to_last(x["response_mask"])},
     "padding counts": lambda x: {"response_mask": x["response_mask"] | ~up_to_last(x["response_mask"])},
@@ -62,7 +63,8 @@ def compute(functions: dict, method: str, case: dict) -> dict:
         order = case.get("order", torch.arange(6))
         ordered = {key: x[order] for key, x in rollout.items()}
         values = functions[f"{method}_advantages"](args, ordered)
-        rollout["advantages"] = functions["spread"](values, ordered["response_mask"])[order.argsort()]
+        advantages = functions["spread"](values, ordered["response_mask"])[order.argsort()]
+        rollout["advantages"] = case.get("sign", 1) * advantages
         result["advantages"] = rollout["advantages"].tolist()
     new = case["scores" if method == "reward_model" else "new_logprobs"].clone().requires_grad_()
     loss, _ = functions[f"{method}_loss"](args, rollout, new, case["num_sequences"], case["num_tokens"])

@@ -102,7 +102,7 @@ def words_of(flags: dict) -> list[str]:
     words = []
     for name, value in flags.items():
         text = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
-        words += [f"--{name}", text]
+        words += [f"--{name}"] if value is True else [f"--{name}", text]
     return words
 
 

@@ -30,6 +30,7 @@ RUNS = {
     "1 for all": ("reinforce", SHORT, "weight 1 for all"),
     "score": ("reinforce", SHORT, "no baseline"),
     "score + 10": ("reinforce", SHORT, "baseline too low"),
+    "score + 1": ("reinforce", SHORT, "scores 1 and 2, no baseline"),
     "sum": ("reinforce", SHORT | {"kl_coef": 0}, ""),
     "1/T": ("flash_reinforce", SHORT, ""),
     "clip": ("dr_grpo", EPOCHS, ""),
@@ -37,7 +38,7 @@ RUNS = {
     "β = 1": ("reinforce", LONG | {"kl_coef": 1}, ""),
     "β = 0.3": ("reinforce", LONG | {"kl_coef": 0.3}, ""),
     "β = 0.1": ("reinforce", LONG | {"kl_coef": 0.1}, ""),
-    "no KL": ("reinforce_pp_baseline", LONG | {"kl_coef": 0}, ""),
+    "no KL": ("reinforce_pp_baseline", LONG | {"kl_coef": 0, "log_kl": True}, ""),
     "k1 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, "k1 for k2"),
     "k2 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, ""),
     "k3 in the loss": ("reinforce_pp_baseline", LONG | {"kl_coef": 1}, "k3 for k2"),
@@ -46,7 +47,10 @@ RUNS = {
     "ppo.py, λ = 1, V = 0": ("ppo", SHORT | {"gae_lambda": 1, "critic_learning_rate": 0}, ""),
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
-SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy, and some of its iterations
+SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
+# Metrics of these runs of which it prints some iterations
+COURSES = {"score - mean": ("score", "policy_loss"), "clip": ("score",), "no clip": ("score",)}
+COURSES |= {"no KL": ("kl",), "k1 in the loss": ("kl",)}
 KEYS = ("score", "response_length", "kl")
 # Where a KL term stands, the script that has it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
@@ -61,10 +65,10 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
     choices = explain.choices(run_dir / "model")
     row |= {"think": choices[0][0], "thinks": thinks(run_dir / "model")}
     if (script, flags, bug) == SHOWN:
-        row |= {
-            "choices": choices,
-            "course": {x: common.curve(lines, x, 3) for x in ("score", "policy_loss")},
-        }
+        row["choices"] = choices
+    for name, keys in COURSES.items():
+        if (script, flags, bug) == RUNS[name]:
+            row["course"] = {key: common.curve(lines, key, 3) for key in keys}
     return row
 
 
@@ -107,11 +111,23 @@ def runs(*names: str, **columns: tuple) -> None:
     common.table(["seeds 1; 2", "P(think)", *(x.replace("_", " ") for x in columns)], lines)
 
 
-def course(*iterations: int) -> None:
-    """Print score and loss of the first seed at these iterations of the run whose tree the page shows."""
-    values = rows_of("score - mean")[0]["course"]
-    lines = [[f"`{key}`", *(f"{x[i - 1]:.2f}" for i in iterations)] for key, x in values.items()]
+def course(iterations, *names: str) -> None:
+    """Print metrics of the first seed at these iterations, with the names of the runs if there are several."""
+    lines = []
+    for name in names:
+        for key, values in rows_of(name)[0]["course"].items():
+            label = f"`{key}`, {name}" if len(names) > 1 else f"`{key}`"
+            lines.append([label, *(f"{values[i - 1]:.2f}" for i in iterations)])
     common.table(["iteration", *map(str, iterations)], lines)
+
+
+def ranges(key: str, *names: str) -> None:
+    """Print the lowest and the highest value of a metric in the last third of runs."""
+    lines = []
+    for name in names:
+        ends = [row["course"][key][-len(row["course"][key]) // 3 :] for row in rows_of(name)]
+        lines.append([name, *("; ".join(f"{of(x):.2f}" for x in ends) for of in (min, max))])
+    common.table(["seeds 1; 2", f"lowest `{key}`", f"highest `{key}`"], lines)
 
 
 def advantages(*scripts: str, scores=(1.0, 0.0, 0.0, 0.0)) -> None:

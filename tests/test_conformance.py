@@ -73,7 +73,8 @@ def test_no_mistake_passes():
             mask = np.array(check.VECTORS["rollouts"][case["name"]]["response_mask"])
             for name, units in case["mistakes"].items():
                 numbers = {key: check.MISTAKE_UNIT * np.array(x) for key, x in units.items()}
-                sizes = [check.difference(key, case["expected"][key], x, mask) for key, x in numbers.items()]
+                pairs = [(key, case["expected"][key], x) for key, x in numbers.items()]
+                sizes = [check.difference(*pair, mask, check.MISTAKE_UNIT) for pair in pairs]
                 assert max(sizes) > 4 * check.TOLERANCE, (method, name)
 
 
@@ -91,6 +92,19 @@ def test_the_example_of_the_page(capsys):
     for code, end in ((example, "passed"), (wrong, "mean over tokens")):
         exec(code, {})
         assert all(line.endswith(end) for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_mistake_is_named_only_if_all_numbers_agree():
+    """Neither by one number of several, nor because it leaves a slightly wrong number as it is."""
+    case = METHODS["grpo"][0]
+    loss = check.MISTAKE_UNIT * case["mistakes"]["no KL"]["loss"]
+    slightly_wrong = np.array(case["expected"]["advantages"]) * (1 + 3e-5)
+
+    def names(**result):
+        return check.report("grpo", lambda _: result)[0][3]
+
+    assert names(loss=loss) == ["no KL"] and names(**case["expected"] | {"loss": loss}) == []
+    assert names(advantages=slightly_wrong) == []
 
 
 @pytest.mark.parametrize("result", [None, {}, 0.5, {"losses": 0.5}])

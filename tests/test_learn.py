@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, SOURCES
 from sync import functions
 
+import reinforce_pp
 import reinforce_pp_baseline
 
 PAGE = (ROOT / "docs" / "learn.md").read_text()
@@ -73,7 +74,7 @@ def test_a_solution_passes(lesson, code, rest, capsys):
 
 @pytest.mark.parametrize("code, line, answer", MISTAKES, ids=[answer for _, _, answer in MISTAKES])
 def test_a_mistake_is_named_as_printed(code, line, answer, capsys):
-    program = with_line(solved(code), line.strip("`")) if line.startswith("`") else solved(code)
+    program = with_line(solved(code), line.split("`")[1]) if line.startswith("`") else solved(code)
     found = answers(program, capsys)
     assert answer in found and found <= {answer, "passed"}
 
@@ -87,16 +88,21 @@ def test_the_steps_of_main_are_those_of_reinforce():
             assert f"{name}(" in code
 
 
-def test_the_std_of_a_small_batch_bends_the_gradient():
+@pytest.mark.parametrize(
+    "script, words",
+    [(reinforce_pp, "the hard prompts count"), (reinforce_pp_baseline, "the hard prompt counts")],
+)
+def test_the_std_of_a_small_batch_bends_the_gradient(script, words):
     """Expected update of two prompts, from all outcomes of their groups, by the advantages of the script."""
     k, rates, weights = 8, torch.tensor([0.01, 0.5], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     chances = torch.distributions.Binomial(k, rates[:, None]).log_prob(torch.arange(k + 1.0)).exp()
+    mask = torch.ones(2 * k, 1, dtype=torch.bool)
     for rights in product(range(k + 1), repeat=2):
         scores = torch.stack([(torch.arange(k) < right).double() for right in rights])
-        rollout = {"scores": scores.flatten(), "response_mask": torch.ones(2 * k, 1)}
-        args = SimpleNamespace(samples_per_prompt=k)
-        A = reinforce_pp_baseline.compute_advantages(args, rollout)["advantages"].view(2, k)
+        rollout = {"scores": scores.flatten(), "response_mask": mask, "kl": torch.zeros(2 * k, 1)}
+        args = SimpleNamespace(samples_per_prompt=k, kl_coef=0.0)
+        A = script.compute_advantages(args, rollout)["advantages"].view(2, k)
         # The gradient of log pi is on average grad p / p for a right and -grad p / (1 - p) for a wrong response.
         updates = (A * torch.where(scores == 1, 1 / rates[:, None], -1 / (1 - rates[:, None]))).sum(1)
         weights += chances[0, rights[0]] * chances[1, rights[1]] * updates
-    assert f"only {weights[0] / weights[1]:.2f} times" in " ".join(PAGE.split())
+    assert f"{words} {weights[0] / weights[1]:.2f} times as much" in " ".join(PAGE.split())
