@@ -161,7 +161,8 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
     cases += [(*x, model.state_dict(), no_head) for x in (*others, (toy / "reward_model", more))]
     for name, known, start, head in cases:
         critic = ppo.load_critic(ppo.Args(reward=str(name), device="cpu"), model, known)
-        assert not {*map(id, critic.parameters())} & {*map(id, model.parameters())}  # two models, two optimizers
+        shared = {*map(id, critic.parameters())} & {*map(id, model.parameters())}
+        assert not shared  # they have an optimizer each
         critic = critic.state_dict()
         assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
