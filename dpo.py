@@ -69,7 +69,7 @@ class Args:  # the comment after a flag becomes its --help text
     dataset: str = "toy/preferences_train.jsonl"  # .jsonl, folder or Hub id; `prompt`, `chosen`, `rejected`
     eval_dataset: str | None = None  # held-out pairs (split test); a column `group` gives accuracy per group
     max_length: int = 1024  # texts with more tokens are cut at their end
-    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
+    chat_template_kwargs: dict[str, bool | str] | None = None  # chat template options: enable_thinking False
     # Optimization
     num_epochs: int = 2  # passes over the pairs
     batch_size: int = 64  # pairs per optimizer step, over all ranks

@@ -65,7 +65,7 @@ class Args:  # the comment after a flag becomes its --help text
     dataset: str = "toy/demonstrations.jsonl"  # .jsonl, folder or Hub id; `prompt`+`completion` or `messages`
     eval_size: int = 256  # examples at the end of the dataset that are held out for evaluation
     max_length: int = 1024  # examples with more tokens, in prompt and completion together, are left out
-    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
+    chat_template_kwargs: dict[str, bool | str] | None = None  # chat template options: enable_thinking False
     # Optimization
     num_epochs: int = 4  # passes over the examples
     shuffle: bool = True  # a new order in each epoch; --no_shuffle keeps the file's order, for a curriculum

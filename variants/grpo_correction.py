@@ -84,8 +84,8 @@ class Args:  # the comment after a flag becomes its --help text
     # Model and data
     model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id:config:split; `prompt`: a string or a chat
-    eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
-    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
+    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives a score per group
+    chat_template_kwargs: dict[str, bool | str] | None = None  # chat template options: enable_thinking False
     # Correction of the sampler
     correction_level: Literal["token", "sequence", "geometric"] = "sequence"  # r: of a token or a response
     correction_mode: Literal["truncate", "mask"] = "mask"  # min(r, cap); or 0 unless low <= r <= cap

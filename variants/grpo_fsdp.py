@@ -84,8 +84,8 @@ class Args:  # the comment after a flag becomes its --help text
     # Model and data
     model: str = "toy/policy"  # starting policy, and reference of a KL: local folder or Hub id of a causal LM
     dataset: str = "toy/train.jsonl"  # .jsonl, folder or Hub id:config:split; `prompt`: a string or a chat
-    eval_dataset: str | None = None  # held-out prompts (split test), by default only of the toy; see `group`
-    chat_template_kwargs: dict[str, bool | str] | None = None  # for its template: enable_thinking False
+    eval_dataset: str | None = None  # held-out prompts (split test); a column `group` gives a score per group
+    chat_template_kwargs: dict[str, bool | str] | None = None  # chat template options: enable_thinking False
     # Rollout
     batch_size: int = 128  # responses per rollout, over all ranks
     max_prompt_length: int = 512  # prompts with more tokens are left out
