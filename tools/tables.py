@@ -86,7 +86,8 @@ def print_map() -> None:
     for names in sorted(rows.values(), key=lambda row: [row[0] not in column for column in columns]):
         cells = [" ".join(f"[`{x}`](#{x})" for x in names if x in column) for column in columns]
         print(f"| `{names[0]}` | {' | '.join(cells)} |")
-    print(f"\n{len(rows)} advantages, {len(losses)} losses.\n")
+    num_advantages = len(rows) - 1  # gkd.py has none
+    print(f"\n{num_advantages} advantages, {len(losses)} losses.\n")
 
 
 def scores_times_10(name: str) -> str:
