@@ -130,7 +130,7 @@ AT_THE_FIRST_ROLLOUT = ("number of scores", "no scores", "a generator", "reward 
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case, bad, tmp_path, capsys):
     text, *expected = (part.format(bad=bad, toy=TOY) for part in CASES[case])
-    pairs = dict(pair.split() for pair in text.removeprefix("--").split(" --"))
+    pairs = dict(pair.split(maxsplit=1) for pair in text.removeprefix("--").split(" --"))
     flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
     said = refused(capsys, run, "grpo", **flags | pairs)
     assert all(words in said for words in expected), said

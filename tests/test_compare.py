@@ -53,6 +53,14 @@ def test_quantiles_of_student(n):
     assert share == pytest.approx(0.95, abs=3e-4)
 
 
+def test_how_many_seeds_a_difference_takes(tmp_path, capsys):
+    """7.84 (0.01 / 0.02)² + 1.92 = 3.9, where 0.01 is the std of the differences."""
+    runs = [make_run(tmp_path / f"a{seed}", seed, constant(0.6)) for seed in range(5)]
+    for seed, x in enumerate((0.49, 0.49, 0.5, 0.51, 0.51)):
+        runs.append(make_run(tmp_path / f"b{seed}", seed, constant(x), script="grpo"))
+    assert "takes about 4 seeds in `score, all 20` and 4" in table(capsys, *runs)[1]
+
+
 def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     """Runs are paired by seed, not by their order. 4.303 is the quantile for three seeds, 12.706 for two."""
     of_a, of_b = {1: 0.5, 2: 0.6, 3: 0.7}, {3: 0.6, 1: 0.41, 2: 0.49}
@@ -63,9 +71,8 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     half = [4.303 * std / math.sqrt(3) for std in (0.1, 0.01)]
     assert lines["rloo.py"] == ["3", *[f"0.600 ± {half[0]:.3f}"] * 2]
     assert lines["minus `rloo.py"] == ["3", *[f"-0.100 ± {half[1]:.3f}"] * 2]
-    assert "a1, " in said and "b2 logged no kl" in said and "about 4 seeds in `score, all 20` and 4" in said
+    assert "a1, " in said and "b2 logged no kl" in said and "from five seeds on" in said
     lines, said = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
-    assert "to see a difference" not in said  # two seeds say little about a std
     assert lines["minus `rloo.py"] == ["2", *[f"-0.100 ± {12.706 * 0.02 / 2:.3f}"] * 2]
     lines, said = table(capsys, runs[0], runs[3])  # no seed in common
     assert lines["minus `rloo.py"] == ["0", "", ""] and "an interval needs two seeds that both have" in said

@@ -209,9 +209,11 @@ def print_notes(found: dict, without: list[Path]) -> None:
         count = len(next(iter(pairs.values())))
         if count < 2:
             print(f"{name}: an interval needs two seeds that both have, and there are {count}.")
-        elif count > 2:  # two seeds say little about a std
+        elif count > 4:  # fewer seeds say little about a std
             needed = [f"{seeds_needed(stdev(x), 0.02)} seeds in `{head}`" for head, x in pairs.items()]
             print(f"{name}: to see a difference of 0.02 takes about {' and '.join(needed)}.")
+        else:
+            print(f"{name}: how many seeds a difference of 0.02 takes is printed from five seeds on.")
 
 
 def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: Path):
