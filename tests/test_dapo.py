@@ -20,7 +20,8 @@ def run_dapo(monkeypatch, tmp_path):
         flags["dataset"] = write_jsonl(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
         flags["reward"] = f"{ROOT}/tests/driver.py:reward_of_threes"
         calls = recorded(monkeypatch, dapo, "compute_advantages")
-        run("dapo", batch_size=32, max_response_length=12, **flags, run_dir=tmp_path / "run")
+        flags = {"batch_size": 32, "max_response_length": 12} | flags
+        run("dapo", **flags, run_dir=tmp_path / "run")
         return [rollout for (_, rollout), _ in calls], read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
     return run_with
@@ -45,6 +46,14 @@ def test_a_batch_has_groups_of_different_scores_only(run_dapo, tokenizer, tmp_pa
         assert line["rollouts"] > 1 and found in (4, 5, 6, 7)
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
+
+
+def test_the_responses_to_a_prompt_stay_together(run_dapo):
+    """Among 128 rows, a sort that is not stable would mix the groups."""
+    ((rollout,), _) = run_dapo(PROMPTS, num_iterations=1, max_rollouts=1, batch_size=128)
+    prompts = rollout["sequences"][:, :-12].view(16, 8, -1)  # (groups, k, P)
+    assert (prompts == prompts[:, :1]).all() and len(prompts[:, 0].unique(dim=0)) == 16
+    assert 0 < sum(mixed(rollout)) < 16
 
 
 def test_no_prompt_is_in_a_batch_twice(run_dapo, monkeypatch):
