@@ -466,9 +466,9 @@ def measure(args, rollout, began, sampled, scored):
     if args.kl_coef or args.log_kl:
         metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
     lengths = rollout["response_mask"].sum(1)  # (B,)
-    for name, chosen in {"above": raw_scores > average, "below": raw_scores < average}.items():
-        if num_chosen := total(chosen):  # none if all scores are equal
-            metrics[f"response_length/{name}"] = total(lengths * chosen) / num_chosen
+    if metrics["score_std"] > 1e-6 * abs(average):  # scores differ by more than rounding
+        for name, chosen in {"above": raw_scores > average, "below": raw_scores < average}.items():
+            metrics[f"response_length/{name}"] = total(lengths * chosen) / total(chosen)
     if args.samples_per_prompt > 1:
         groups = raw_scores.view(-1, args.samples_per_prompt)
         metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score

@@ -20,6 +20,8 @@ import transformers
 from conftest import POLICY_SCRIPTS, ROOT, read_jsonl, write_jsonl
 from zoo import STAGE_DATA, few, held_out, record, recorded, run_stage
 
+import grpo
+
 VARIANTS = sync.variants()  # with their parents
 TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # one has nothing to shard, and cannot sample and train
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -203,6 +205,18 @@ def test_policy_scripts(runs, name):
     for key in ("tokens_per_second", "sampling_seconds", "reward_seconds", "update_seconds"):
         assert line.pop(key) > 0
     assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("score", [0.0, 0.9, -3e4 / 7])
+def test_equal_scores_are_neither_above_nor_below_their_mean(score):
+    """In float32, the mean of equal scores can differ from them by rounding."""
+    rollout = {"raw_scores": torch.full((24,), score), "response_mask": torch.ones(24, 3, dtype=torch.bool)}
+    rollout |= {"truncated": torch.zeros(24), "entropy": torch.zeros(24, 3), "kl": torch.zeros(24, 3)}
+    args = grpo.Args(batch_size=24, device="cpu")
+    assert not any("/" in name for name in grpo.measure(args, rollout, 0.0, 1.0, 2.0))
+    rollout["raw_scores"][0] += 0.5
+    metrics = grpo.measure(args, rollout, 0.0, 1.0, 2.0)
+    assert metrics["response_length/above"] == metrics["response_length/below"] == 3
 
 
 @pytest.mark.parametrize("name", STAGE_DATA)

@@ -51,7 +51,7 @@ REFUSED = {
     ("async", "vllm"): "every rank would start an engine, even a rank that only trains",
     ("vllm", "top_entropy_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
     ("vllm", "negative_tokens"): "vLLM returns no entropy, so it is only estimated from the sampled token",
-    ("vllm", "float32_head"): "vLLM has an output layer of its own",
+    ("vllm", "float32_head"): "vLLM uses its own output layer",
     ("lora", "chunked_head"): "the reference of LoRA is a function, which has no layers",
     ("fsdp", "chunked_head"): "it would call layers before their weights are gathered",
     ("gkd", "chunked_head"): "its divergence needs the log-probs of all possible tokens",
