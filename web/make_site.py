@@ -27,7 +27,7 @@ PAGES = {"Train it": "train", "Compare": "compare"}  # of web/
 GROUPS = {  # of the navigation; a page of docs/ that is in none comes last
     "Understand": ["bugs", "methods", "exact"],
     "Use": "recipes metrics variants patches/index stages names conformance/index CONTRIBUTING".split(),
-    "Evidence": ["results", "sources", "experiments/index"],
+    "Evidence": ["results", "experiments/index"],
 }
 BUTTONS = """[Learn](learn.md){ .md-button } [Train it in your browser](train.md){ .md-button }
 [Compare two scripts](compare.md){ .md-button }"""  # of the first page
