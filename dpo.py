@@ -142,10 +142,10 @@ def main(args):
         if is_eval:
             log_samples(args, run_dir, iteration, policy, tokenizer, eval_dataset)
 
-        # 4. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        # 4. Save the model, a folder that from_pretrained opens, and a checkpoint, from which a run resumes
         if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
             save_models(args, run_dir, iteration, policy, tokenizer)
+            save_checkpoint(run_dir, iteration, state)  # last, so that a run resumes before models it lacks
 
     say_result(run_dir, "accuracy", f"--num_epochs {2 * args.num_epochs}")
     if dist.is_initialized():
@@ -242,7 +242,7 @@ def autocast(args):
 
 
 def lr_schedule(args, iteration, num_iterations):
-    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    """Return the factor of the peak learning rate: linear warmup, and with --anneal_lr linear decay."""
     rise = iteration / max(1, args.warmup_iterations)
     fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
     return min(rise, fall)
@@ -279,13 +279,13 @@ def accuracies(dataset, is_right):
     groups = defaultdict(list)
     for row, x in zip(dataset, is_right.tolist()):
         groups["eval/accuracy"].append(x)
-        if "group" in row:
+        if row.get("group") is not None:
             groups[f"eval/accuracy/{row['group']}"].append(x)
     return {name: sum(x) / len(x) for name, x in groups.items()}
 
 
 def total(x):
-    """Return the sum of all elements of x on all ranks, as a number."""
+    """Return the sum of all elements of x on all ranks, as a number. Every rank must call it."""
     return float(all_sum(x.sum()))
 
 
@@ -350,6 +350,8 @@ def start_ranks(args):
 
 def check_args(args):
     """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    for name, value in (args.chat_template_kwargs or {}).items():
+        check(value not in ("true", "false"), f"--chat_template_kwargs {name} {value}: write True or False.")
     for name in ("beta", "num_epochs", "batch_size", "micro_batch_size", "max_length", "max_grad_norm"):
         check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.")
     for name in ("learning_rate", "warmup_iterations"):
@@ -368,27 +370,30 @@ def load_model(args, name, auto_class):
     is_judge = auto_class is transformers.AutoModelForSequenceClassification
     flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
+    remedy = "is an adapter. Merge it into its model, and save that."
+    check(not Path(name, "adapter_config.json").exists(), f"{flag} {remedy}")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, info = auto_class.from_pretrained(
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository."
+        hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
             hint = "Use exact_answer, file.py:function, or a reward model."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
+    check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     remedy = "is a language model without a score head. Train one with reward_model.py."
     check(lacking != "score.weight", f"{flag} {remedy}")
     check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
     check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
-    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
+    check_tokens(flag, model, tokenizer, [tokenizer.eos_token_id])
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
@@ -409,7 +414,10 @@ def checkpointed(forward, *args, **kwargs):
 
 def encode(tokenizer, prompt, response, **options):
     """Return the ids of a prompt, its response and the response's end."""
-    return token_ids(tokenizer, prompt, **options) + completion_ids(tokenizer, prompt, response)
+    prompt_ids = token_ids(tokenizer, prompt, **options)
+    if not isinstance(prompt, str):
+        response = without_opening(tokenizer, prompt_ids, response)
+    return prompt_ids + completion_ids(tokenizer, prompt, response)
 
 
 def token_ids(tokenizer, prompt, **options):
@@ -433,6 +441,26 @@ def completion_ids(tokenizer, prompt, completion):
     # A completion can bring its end, or only the beginning of it, such as <|im_end|> without the newline.
     known = max(n for n in range(len(end) + 1) if ids[len(ids) - n :] == end[:n])
     return ids + end[known:]
+
+
+def template_options(args, row):
+    """Return what the chat template of a row gets besides the messages."""
+    options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
+    return without_nulls(options | (row.get("chat_template_kwargs") or {}))
+
+
+def without_nulls(x):
+    """Return x without the None with which parquet fills the fields that a row does not have."""
+    if isinstance(x, dict):
+        return {name: without_nulls(value) for name, value in x.items() if value is not None}
+    return [without_nulls(value) for value in x] if isinstance(x, list) else x
+
+
+def without_opening(tokenizer, prompt_ids, response):
+    """Return a response without the tag, such as <think>, with which the template has ended the prompt."""
+    tag = re.match(r"\s*(<\w+>)\s*", response)
+    has_tag = tag and tokenizer.decode(prompt_ids).rstrip().endswith(tag[1])
+    return response[tag.end() :] if has_tag else response
 
 
 def turn_end(tokenizer):
@@ -478,9 +506,7 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
         other_prompt, rejected = split_chat(args, where, tokenizer, row.get("prompt"), row.get("rejected"))
         is_pair = prompt == other_prompt and isinstance(chosen, str) and isinstance(rejected, str)
         check(is_pair and isinstance(prompt, str | list) and prompt, needs)
-        options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
-        options |= row.get("chat_template_kwargs") or {}
-        options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
+        options = template_options(args, row)
         row |= {"prompt": prompt, "prompt_length": len(token_ids(tokenizer, prompt, **options))}
         for column, response in {"chosen_ids": chosen, "rejected_ids": rejected}.items():
             ids = encode(tokenizer, prompt, response, **options)[: args.max_length]
@@ -493,6 +519,7 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
     say(f"  {'pairs' if split == 'train' else 'held out':12}{name}: {fit}")
     remedy = "Add pairs, or use a lower --batch_size or a higher --max_length."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
+    check_tokens(flag, model, tokenizer, [max(*row["chosen_ids"], *row["rejected_ids"]) for row in kept])
     what = f"--max_length {args.max_length}: in the longest text"
     check_positions(what, model, max(row["length"] for row in kept))
     return kept
@@ -510,6 +537,12 @@ def split_chat(args, where, tokenizer, prompt, response):
         if roles[0] == "assistant":
             check(isinstance(prompt, list), f"{where}: has a chat without a prompt. Give `prompt` as a chat.")
             response = [*prompt, *response]
+        elif isinstance(prompt, list):
+            is_same = response[: len(prompt)] == prompt
+            check(
+                is_same,
+                f"{where}: the chat does not begin with the messages of `prompt`. Remove one of them.",
+            )
         *prompt, answer = response
         others = [name for name, value in answer.items() if value and name not in ("role", "content")]
         check(not others, f"{where}: {others} of the last message would be ignored. Use `content` alone.")
@@ -528,6 +561,13 @@ def check_prompt(args, where, tokenizer, prompt):
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
 
 
+def check_tokens(what, model, tokenizer, ids):
+    """Refuse token ids that the model has no embedding for."""
+    size = model.get_input_embeddings().num_embeddings
+    excess = f"token {max(ids)} ({tokenizer.decode(max(ids))}) is beyond the {size} embeddings of the model"
+    check(max(ids) < size, f"{what}: {excess}. Use the model's own tokenizer, or resize its embeddings.")
+
+
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
@@ -542,10 +582,11 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    checksum = 0
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
     for row in dataset:
-        checksum = zlib.crc32(repr(row).encode(), checksum)
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
+        flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    flags["model_checksum"] = weights_checksum(model)  # of --model, because no checkpoint is loaded yet
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -553,9 +594,7 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
-    weights = [weight.sum().item() for weight in model.parameters()]
-    checksum = zlib.crc32(repr((flags, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights_checksum(model))).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
@@ -567,11 +606,13 @@ def open_run(args, state, dataset):
             check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
-        script = f"{run_dir}/{name}.py"
-        if start == 0:
-            shutil.copy(__file__, script)
-        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+        script = run_dir / f"{name}.py"
+        has_changed = script.exists() and script.read_bytes() != Path(__file__).read_bytes()
+        if has_changed and start:
             say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+            script = run_dir / f"{name}-{start}.py"
+        if has_changed or not script.exists():
+            shutil.copy(__file__, script)
         for log_name in ("metrics", "samples"):
             with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
@@ -583,6 +624,11 @@ def open_run(args, state, dataset):
     return run_dir, start
 
 
+def weights_checksum(model):
+    """Return a number that very probably differs for other weights."""
+    return zlib.crc32(repr([weight.sum().item() for weight in model.parameters()]).encode())
+
+
 def check_folder(run_dir, flags):
     """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
     path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
@@ -590,15 +636,22 @@ def check_folder(run_dir, flags):
         found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
         check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
         return
-    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
-        return  # nothing has been trained yet, so any flag may change
-    old = json.loads(path.read_text())
-    has_script = flags["script"] == old.get("script")
-    check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
+    try:
+        old = json.loads(path.read_text())
+    except ValueError:
+        old = None
+    is_run = isinstance(old, dict) and "script" in old
+    check(is_run, f"--run_dir {run_dir}: its args.json is damaged, or not of a run. Use a new folder.")
+    has_trained = metrics.exists() and '"iteration": 1,' in metrics.read_text()
+    if not has_trained and not Path(f"{run_dir}/checkpoint.pt").exists():
+        return  # any flag may change
+    has_script = flags["script"] == old["script"]
+    check(has_script, f"--run_dir {run_dir} contains a run of {old['script']}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"rows_checksum", "micro_batch_size", "gradient_checkpointing"}  # these change memory and speed
-    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum", "model_checksum"}
+    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
+    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
     check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
@@ -629,8 +682,11 @@ def save_model(folder, policy, tokenizer):
     if RANK == 0:
         policy.save_pretrained(f"{folder}.tmp")
         tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        if os.path.exists(folder):
+            os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
         os.replace(f"{folder}.tmp", folder)
+        shutil.rmtree(f"{folder}.old", ignore_errors=True)
 
 
 def save_checkpoint(run_dir, iteration, state):
@@ -658,7 +714,7 @@ def log(args, run_dir, iteration, metrics, left=0.0):
     text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
     if iteration:
         values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
-        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+        say(f"{iteration:5}{values} {timedelta(seconds=round(left))!s:>9}")
     evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
     if evals:
         say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
@@ -703,6 +759,8 @@ def say_result(run_dir, metric, longer):
     if RANK == 0:
         folder = os.path.relpath(run_dir)
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        if not x:  # only evaluated
+            return
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
         began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""

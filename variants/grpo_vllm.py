@@ -100,7 +100,7 @@ class Args:  # the comment after a flag becomes its --help text
     reward_clip: float = math.inf  # finally clip scores to [-c, c]; inf: no clipping
     # Optimization
     num_iterations: int = 80  # rollouts, each followed by update_epochs x num_minibatches optimizer steps
-    micro_batch_size: int = 64  # responses per forward and backward pass; changes only memory and speed
+    micro_batch_size: int = 64  # responses per pass of log-probs and updates; only memory and speed differ
     learning_rate: float = 2e-4  # peak learning rate of AdamW; 2e-4 is for the toy, a real model needs 1e-6
     warmup_iterations: int = 0  # iterations of linear warmup
     anneal_lr: bool = False  # decay the learning rate linearly to 0 over the run
@@ -119,7 +119,7 @@ class Args:  # the comment after a flag becomes its --help text
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
-    min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
+    min_samples_per_prompt: ClassVar[int] = 2  # not a flag: smaller groups are refused
     kl_coef: float = 0.01  # beta: weight of the KL term in the loss
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
@@ -136,7 +136,7 @@ def compute_advantages(args, rollout):
 
 
 def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
-    """Return the clipped loss with a k3 penalty (Eq. 3, 4), the mean over tokens, then responses; and stats.
+    """Return the loss, a mean over the tokens of a response and then over responses (Eq. 3), and stats.
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
@@ -170,7 +170,8 @@ def main(args):
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    eval_dataset = load_rows(args, args.eval_every and args.eval_dataset, "test", policy, tokenizer)
+    eval_name = args.eval_dataset if args.eval_every else None
+    eval_dataset = load_rows(args, eval_name, "test", policy, tokenizer)
     longest_prompt = max(len(row["prompt_ids"]) for row in dataset + eval_dataset)
     start_engine(args, policy, longest_prompt + args.max_response_length)  # generate() samples with it
     reward = load_reward(args, args.reward, dataset)
@@ -220,13 +221,11 @@ def main(args):
         if args.log_every and iteration % args.log_every == 0:
             log_samples(run_dir, iteration, tokenizer, rows, rollout)
 
-        # 7. Save a checkpoint, from which a run resumes, and the model, a folder that from_pretrained opens
+        # 7. Save the model, a folder that from_pretrained opens, and a checkpoint, from which a run resumes
         if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_checkpoint(run_dir, iteration, state)
             save_models(args, run_dir, iteration, policy, tokenizer)
+            save_checkpoint(run_dir, iteration, state)  # last, so that a run resumes before models it lacks
 
-    if start >= args.num_iterations:  # the run was complete, but a kill may have come before its last model
-        save_model(f"{run_dir}/model", policy, tokenizer)
     say_result(run_dir, "score", longer=f"--num_iterations {2 * max(start, args.num_iterations)}")
     start_engine.engine.llm_engine.engine_core.shutdown()  # ends the process group, too
     if dist.is_initialized():
@@ -387,7 +386,7 @@ def left_pad(id_lists, device):
 
 
 def model_inputs(input_ids, attention_mask):
-    """Return arguments of a forward pass over input_ids (b, n). The mask (b, m >= n) has the cache, too."""
+    """Return arguments of a forward pass over input_ids (b, n). The mask (b, m) covers the cache, too."""
     # Positions count from the first real token, not from the padding.
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -469,7 +468,7 @@ def sampled_logprobs(all_logprobs, batch):
 
 
 def lr_schedule(args, iteration, num_iterations):
-    """Return the learning rate in units of its peak: linear warmup, and with --anneal_lr linear decay."""
+    """Return the factor of the peak learning rate: linear warmup, and with --anneal_lr linear decay."""
     rise = iteration / max(1, args.warmup_iterations)
     fall = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
     return min(rise, fall)
@@ -508,9 +507,11 @@ def measure(args, rollout, began, sampled, scored):
     if args.kl_coef or args.log_kl:
         metrics["kl"] = total(rollout["kl"]) / args.batch_size  # sum over a response
     lengths = rollout["response_mask"].sum(1)  # (B,)
-    if metrics["score_std"] > 1e-6 * abs(average):  # scores differ by more than rounding
-        for name, chosen in {"above": raw_scores > average, "below": raw_scores < average}.items():
-            metrics[f"response_length/{name}"] = total(lengths * chosen) / total(chosen)
+    # If all scores are equal, rounding can still put their mean beside them.
+    is_above, is_below = raw_scores > average, raw_scores < average
+    if total(is_above) and total(is_below):
+        metrics["response_length/above"] = total(lengths * is_above) / total(is_above)
+        metrics["response_length/below"] = total(lengths * is_below) / total(is_below)
     if args.samples_per_prompt > 1:
         groups = raw_scores.view(-1, args.samples_per_prompt)
         metrics["equal_groups"] = mean(groups.amax(1) == groups.amin(1))  # groups of one score
@@ -518,12 +519,12 @@ def measure(args, rollout, began, sampled, scored):
 
 
 def mean(x):
-    """Return the mean of x (n,) over the n rows of every rank, as a number."""
+    """Return the mean of x (n,) over the n rows of every rank, as a number. Every rank must call it."""
     return total(x) / (len(x) * WORLD_SIZE)
 
 
 def total(x):
-    """Return the sum of all elements of x on all ranks, as a number."""
+    """Return the sum of all elements of x on all ranks, as a number. Every rank must call it."""
     return float(all_sum(x.sum()))
 
 
@@ -587,29 +588,34 @@ def start_ranks(args):
 
 
 def check_args(args):
-    """Refuse flags that cannot work, before anything is loaded, and name those that only suit the toy."""
+    """Refuse flags that cannot work, and warn of those that only suit the toy. Name its held-out prompts."""
     k = args.samples_per_prompt
     least = args.min_samples_per_prompt
     reason = ", because it compares the responses to one prompt; reinforce.py does not" if least > 1 else ""
     check(k >= least, f"--samples_per_prompt {k}: this method needs {least} or more{reason}.")
     names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
     for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
-        hint = " (Evaluation is greedy anyway.)" if name == "temperature" else ""
+        hint = " (Evaluation is greedy by default.)" if name == "temperature" else ""
         check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
-    names = ["learning_rate", "kl_coef", "eval_samples", "eval_every", "log_every", "save_every"]
-    for name in [*names, "warmup_iterations", "num_iterations"]:
-        check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)}: must be 0 or more.")
+    for name, value in vars(args).items():
+        is_free = not isinstance(value, int | float) or any(x in name for x in ("score", "reward", "penalty"))
+        check(is_free or value >= 0, f"--{name} {value}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
     parts = f"samples per prompt: {k}, minibatches: {args.num_minibatches}, ranks: {WORLD_SIZE}"
     remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
     check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
+    check(args.dataset, "--dataset is empty. Name a .jsonl file, a folder or a Hub dataset.")
     if args.dataset == Args.dataset:  # the toy has held-out prompts
         args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
+    has_use = args.eval_dataset or not (args.eval_samples or args.eval_reward)
+    check(has_use, "--eval_samples and --eval_reward need --eval_dataset, which names the held-out prompts.")
+    for name, value in (args.chat_template_kwargs or {}).items():
+        check(value not in ("true", "false"), f"--chat_template_kwargs {name} {value}: write True or False.")
     for name, value in vars(args).items():
         is_toys = name.endswith(("learning_rate", "response_length")) and value == getattr(Args, name)
         if is_toys and args.model != Args.model:
-            advice = "about 1e-6" if "rate" in name else "some 1024 tokens"
+            advice = "about a hundredth of it" if "rate" in name else "some 1024 tokens"
             say(f"warning: --{name} {value} is the default for the toy; a real model needs {advice}")
 
 
@@ -619,27 +625,30 @@ def load_model(args, name, auto_class):
     is_judge = auto_class is transformers.AutoModelForSequenceClassification
     flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
+    remedy = "is an adapter. Merge it into its model, and save that."
+    check(not Path(name, "adapter_config.json").exists(), f"{flag} {remedy}")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, info = auto_class.from_pretrained(
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository."
+        hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
             hint = "Use exact_answer, file.py:function, or a reward model."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
+    check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     remedy = "is a language model without a score head. Train one with reward_model.py."
     check(lacking != "score.weight", f"{flag} {remedy}")
     check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
     check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
-    check(not hasattr(model, "peft_config"), f"{flag} is an adapter. Merge it into its model, and save that.")
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
+    check_tokens(flag, model, tokenizer, [tokenizer.eos_token_id])
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
@@ -689,8 +698,8 @@ def check_sampling(args, flag, model):
     limit = 0.05 if args.dtype == "float32" else 0.1
     reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
     check(difference < limit, f"{flag}: {reason}. Use a causal decoder with a key-value cache.")
-    is_known = model.config.model_type == "recurrent_gemma"
-    check(not is_known, f"{flag}: keeps a state outside its cache. Use a decoder that does not.")
+    has_state = model.config.model_type == "recurrent_gemma"
+    check(not has_state, f"{flag}: keeps a state outside its cache. Use a decoder that does not.")
 
 
 def token_ids(tokenizer, prompt, **options):
@@ -703,6 +712,19 @@ def token_ids(tokenizer, prompt, **options):
     is_open = prompt[-1]["role"] == "assistant"  # the model continues this message
     options |= {"add_generation_prompt": not is_open, "continue_final_message": is_open}
     return tokenizer.apply_chat_template(prompt, **options)["input_ids"]
+
+
+def template_options(args, row):
+    """Return what the chat template of a row gets besides the messages."""
+    options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
+    return without_nulls(options | (row.get("chat_template_kwargs") or {}))
+
+
+def without_nulls(x):
+    """Return x without the None with which parquet fills the fields that a row does not have."""
+    if isinstance(x, dict):
+        return {name: without_nulls(value) for name, value in x.items() if value is not None}
+    return [without_nulls(value) for value in x] if isinstance(x, list) else x
 
 
 def turn_end(tokenizer):
@@ -747,11 +769,9 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
         check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
         check_prompt(args, where, tokenizer, row["prompt"])
-        taken = {*row} & {"prompts", "completions", "truncated"}
+        taken = {*row} & {"prompts", "completions", "truncated", "prompt_ids"}
         check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
-        options = (args.chat_template_kwargs or {}) | (row.get("chat_template_kwargs") or {})
-        options = {x: value for x, value in options.items() if value is not None}  # parquet fills in None
-        row["prompt_ids"] = token_ids(tokenizer, row["prompt"], tools=row.get("tools"), **options)
+        row["prompt_ids"] = token_ids(tokenizer, row["prompt"], **template_options(args, row))
     names = dict.fromkeys(sorted(set().union(*rows)))
     rows = [names | row for row in rows]  # so that each rollout has all columns
     lengths = [len(row["prompt_ids"]) for row in rows]
@@ -762,6 +782,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). {remedy}")
     remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
+    check_tokens(flag, policy, tokenizer, [max(row["prompt_ids"]) for row in kept])
     longest = max(len(row["prompt_ids"]) for row in kept)
     what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
     check_positions(what, policy, longest + args.max_response_length)
@@ -777,6 +798,13 @@ def check_prompt(args, where, tokenizer, prompt):
         check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
     remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
     check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
+
+
+def check_tokens(what, model, tokenizer, ids):
+    """Refuse token ids that the model has no embedding for."""
+    size = model.get_input_embeddings().num_embeddings
+    excess = f"token {max(ids)} ({tokenizer.decode(max(ids))}) is beyond the {size} embeddings of the model"
+    check(max(ids) < size, f"{what}: {excess}. Use the model's own tokenizer, or resize its embeddings.")
 
 
 def check_positions(what, model, num_tokens):
@@ -819,17 +847,19 @@ def load_reward(args, name, rows=()):
     reason = "is no decoder with a head for one score, as reward_model.py makes it."
     check(is_decoder, f"--reward {name}: {reason}")
 
-    def text_ids(prompt, completion, is_truncated):
+    def text_ids(prompt, completion, is_truncated, row):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
         is_text = isinstance(prompt, str)
         check(is_text or tokenizer.chat_template, f"--reward {name}: has no template for these chats.")
-        ids = token_ids(tokenizer, prompt) + tokenizer(completion, add_special_tokens=False)["input_ids"]
+        ids = token_ids(tokenizer, prompt, **template_options(args, row))
+        ids += tokenizer(completion, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
         return ids if is_truncated or ids[-len(end) :] == end else ids + end
 
     @torch.no_grad()
     def reward_model(prompts, completions, truncated, **columns):
-        id_lists = list(map(text_ids, prompts, completions, truncated))
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(len(prompts))]
+        id_lists = list(map(text_ids, prompts, completions, truncated, rows))
         check_positions(f"--reward {name}: in a text", model, max(map(len, id_lists)))
         scores = []
         for i in range(0, len(id_lists), args.micro_batch_size):
@@ -848,6 +878,7 @@ def load_function(name):
     file, _, function = name.rpartition(":")
     path = Path(file).resolve()
     check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
+    folder = os.getcwd()
     sys.path.append(str(path.parent))  # for its neighbors
     module = sys.modules.get(path.stem)
     if getattr(module, "__file__", None) != str(path):  # not yet loaded, or another module has this name
@@ -858,6 +889,7 @@ def load_function(name):
     names = [x for x, value in vars(module).items() if callable(value)]
     found = f"the file defines no function {function}, but {', '.join(names)}."
     check(function in names, f"--reward {name}: {found}")
+    check(os.getcwd() == folder, f"--reward {name}: the file changes the working directory. Use full paths.")
     return getattr(module, function)
 
 
@@ -870,13 +902,12 @@ def score(reward, tokenizer, rows, rollout):
     """Return the scores (B,) of the responses in a rollout. rows has the row of the dataset behind each."""
     # Copies, so that a reward cannot change the dataset
     columns = {name: copy.deepcopy([row.get(name) for row in rows]) for name in set().union(*rows)}
+    columns["prompts"] = columns.pop("prompt")
+    columns["completions"] = tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True)
+    columns["truncated"] = rollout["truncated"].tolist()
     try:
-        result = reward(
-            prompts=columns.pop("prompt"),
-            completions=tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True),
-            truncated=rollout["truncated"].tolist(),
-            **columns,
-        )
+        with torch.random.fork_rng(devices=[]):  # `update` draws the same numbers, whatever the reward draws
+            result = reward(**columns)
     except TypeError as error:
         error.add_note("A reward is called with prompts, completions (strings), truncated and all columns.")
         raise
@@ -884,7 +915,7 @@ def score(reward, tokenizer, rows, rollout):
     remedy = f"Return one number for each of the {len(rows)} completions."
     try:
         scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         check(False, f"{what} {result!r:.100}. {remedy}")
     is_right = scores.shape == rollout["truncated"].shape
     check(is_right, f"{what} scores of shape {[*scores.shape]} for {len(rows)} completions. {remedy}")
@@ -894,7 +925,7 @@ def score(reward, tokenizer, rows, rollout):
 
 
 def evaluate(args, policy, tokenizer, reward, dataset):
-    """Return the mean score for each `group`, and of n samples also pass@k, the mean of the best of k."""
+    """Return the mean score for each `group`; with n samples also pass@k, the expected best score of k."""
     n = args.eval_samples or 1
     all_rows = dataset * n  # of each response
     scores = torch.zeros(len(all_rows), device=args.device)
@@ -910,7 +941,8 @@ def evaluate(args, policy, tokenizer, reward, dataset):
     for row, row_scores in zip(dataset, all_sum(scores).view(n, -1).T.tolist()):
         group = "all" if row.get("group") is None else row["group"]
         groups[f"eval/score/{group}"] += row_scores
-        for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):  # 2, 4, 8, ... and n
+        powers = {2**i for i in range(1, n.bit_length())}
+        for k in sorted(powers | {n} if n > 1 else powers):  # 2, 4, 8, ... and n
             groups[f"eval/pass@{k}/{group}"].append(best_of(k, row_scores))
     return {name: sum(x) / len(x) for name, x in groups.items()}
 
@@ -926,10 +958,11 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    checksum = 0
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
     for row in dataset:
-        checksum = zlib.crc32(repr(row).encode(), checksum)
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": checksum}
+        flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    flags["model_checksum"] = weights_checksum(model)  # of --model, because no checkpoint is loaded yet
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -937,9 +970,7 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
-    weights = [weight.sum().item() for weight in model.parameters()]
-    checksum = zlib.crc32(repr((flags, start, weights)).encode())
+    checksum = zlib.crc32(repr((flags, start, weights_checksum(model))).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
@@ -951,11 +982,13 @@ def open_run(args, state, dataset):
             check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
-        script = f"{run_dir}/{name}.py"
-        if start == 0:
-            shutil.copy(__file__, script)
-        elif Path(script).read_bytes() != Path(__file__).read_bytes():
+        script = run_dir / f"{name}.py"
+        has_changed = script.exists() and script.read_bytes() != Path(__file__).read_bytes()
+        if has_changed and start:
             say(f"warning: {__file__} has changed since this run began; {script} is what it was")
+            script = run_dir / f"{name}-{start}.py"
+        if has_changed or not script.exists():
+            shutil.copy(__file__, script)
         for log_name in ("metrics", "samples"):
             with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
@@ -967,6 +1000,11 @@ def open_run(args, state, dataset):
     return run_dir, start
 
 
+def weights_checksum(model):
+    """Return a number that very probably differs for other weights."""
+    return zlib.crc32(repr([weight.sum().item() for weight in model.parameters()]).encode())
+
+
 def check_folder(run_dir, flags):
     """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
     path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
@@ -974,15 +1012,22 @@ def check_folder(run_dir, flags):
         found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
         check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
         return
-    if not metrics.exists() or '"iteration": 1,' not in metrics.read_text():
-        return  # nothing has been trained yet, so any flag may change
-    old = json.loads(path.read_text())
-    has_script = flags["script"] == old.get("script")
-    check(has_script, f"--run_dir {run_dir} contains a run of {old.get('script')}.py. Use a new folder.")
+    try:
+        old = json.loads(path.read_text())
+    except ValueError:
+        old = None
+    is_run = isinstance(old, dict) and "script" in old
+    check(is_run, f"--run_dir {run_dir}: its args.json is damaged, or not of a run. Use a new folder.")
+    has_trained = metrics.exists() and '"iteration": 1,' in metrics.read_text()
+    if not has_trained and not Path(f"{run_dir}/checkpoint.pt").exists():
+        return  # any flag may change
+    has_script = flags["script"] == old["script"]
+    check(has_script, f"--run_dir {run_dir} contains a run of {old['script']}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"rows_checksum", "micro_batch_size", "gradient_checkpointing"}  # these change memory and speed
-    changed = {x: f"{x} {old.get(x)} (now {flags[x]})" for x in flags if flags[x] != old.get(x)}
+    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum", "model_checksum"}
+    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
+    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
     others = ", ".join(text for name, text in changed.items() if name not in free)
     remedy = "Use the same flags to resume it, or a new folder."
     check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
@@ -1013,8 +1058,11 @@ def save_model(folder, policy, tokenizer):
     if RANK == 0:
         policy.save_pretrained(f"{folder}.tmp")
         tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        if os.path.exists(folder):
+            os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
         os.replace(f"{folder}.tmp", folder)
+        shutil.rmtree(f"{folder}.old", ignore_errors=True)
 
 
 def save_checkpoint(run_dir, iteration, state):
@@ -1043,7 +1091,7 @@ def log(args, run_dir, iteration, metrics, left=0.0):
     text = {name: f"{float(f'{x:.3g}'):g}" for name, x in metrics.items()}  # 1230 and not 1.23e+03
     if iteration:
         values = "".join(text.get(name, "-").rjust(10) for name in COLUMNS)
-        say(f"{iteration:5}{values}{timedelta(seconds=round(left))!s:>10}")
+        say(f"{iteration:5}{values} {timedelta(seconds=round(left))!s:>9}")
     evals = [f"{name.removeprefix('eval/')} {text[name]}" for name in text if "eval/" in name]
     if evals:
         say(fill(f"held out, iteration {iteration}:   {'   '.join(evals)}", 100, subsequent_indent=" " * 6))
@@ -1074,6 +1122,8 @@ def say_result(run_dir, metric, longer):
     if RANK == 0:
         folder = os.path.relpath(run_dir)
         x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        if not x:  # only evaluated
+            return
         tool = "diagnose" if metric == "score" else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
         began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
