@@ -26,7 +26,8 @@ ENDED = [True, False, True]
 CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
 TEMPLATE = "{% for m in messages %}{{ m.content }} "
 TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
-ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
+DATA = [{"prompt": p, "answer": a} for p, a in zip(PROMPTS, "880")]
+ROWS = [row | {"prompt_ids": [0]} for row in DATA]
 
 
 def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED, **flags):
@@ -203,7 +204,7 @@ def test_a_completion_that_has_its_end_gets_no_second_one(chats, completion, tmp
 def test_an_eval_reward_needs_its_columns_in_the_held_out_rows_only(tmp_path):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [1.0] * len(completions)\n")
     data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "3 ?"}] * 4)
-    flags = {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", ROWS), "eval_reward": "exact_answer"}
+    flags = {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", DATA), "eval_reward": "exact_answer"}
     flags |= {"eval_every": 1, "num_iterations": 1, "run_dir": tmp_path / "run"}
     run("grpo", dataset=data, reward=f"{tmp_path}/mine.py:same", **flags)
 
@@ -271,7 +272,7 @@ def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
         "def half(completions, **_): return [float(i % 2) for i in range(len(completions))]\n"
         "def minus(completions, **_): return [x - 1 for x in half(completions)]\n"
     )
-    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", ROWS), "run_dir": tmp_path / "run"}
+    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", DATA), "run_dir": tmp_path / "run"}
     flags |= {"max_response_length": 2, "num_iterations": 1}
     wrong = {"reward": "half"} | case
     wrong["reward"] = f"{tmp_path}/mine.py:{wrong['reward']}"
@@ -296,7 +297,7 @@ TEACHERS = ["gkd", "distill", "sdpo", "outputs of gkd", "tokens of gkd", "tokens
 @pytest.mark.parametrize("case", TEACHERS)
 def test_a_teacher_that_cannot_read_the_texts_is_refused(case, tmp_path, capsys):
     """It has fewer positions than a prompt and its response, or more outputs or tokens than the policy."""
-    rows = [row | {"demonstration": "3 + " * 120} for row in ROWS[:1] * 16]
+    rows = [row | {"demonstration": "3 + " * 120} for row in DATA[:1] * 16]
     flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
     expected = "--teacher", "tokens, but the model has 6 positions"
     if case == "sdpo":

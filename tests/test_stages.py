@@ -379,7 +379,7 @@ def test_a_stage_measures_its_update_alone_and_logs_before_it_saves(name, tmp_pa
 
         return stand_in
 
-    in_order = ("update", "evaluate", "log", "log_samples", "save_checkpoint", "save_model")
+    in_order = ("update", "evaluate", "log", "log_samples", "save_model", "save_checkpoint")
     for call in in_order:
         monkeypatch.setattr(module, call, watched(call, getattr(module, call)))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
