@@ -1,4 +1,4 @@
-"""A run resumes after anything with the same command, and its folder holds the result."""
+"""The same command resumes a run after any interruption, and the folder of the run contains its result."""
 
 import importlib
 import json
@@ -25,13 +25,17 @@ FLAGS = {"num_iterations": 5, "save_every": 2, "eval_every": 2, "log_every": 1, 
 
 @pytest.fixture
 def flags(tmp_path):
-    """Of a run of five iterations with a checkpoint and an evaluation after 2 and 4."""
+    """The flags of a run of five iterations, which saves a checkpoint and evaluates after iterations 2 and 4."""
     rows = read_jsonl(ROOT / "toy" / "heldout.jsonl")[::30]
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
+def files_of(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
-    """It is killed while it writes the second checkpoint, and while it writes model/."""
+    """The run is killed while it writes the second checkpoint, and once more while it writes model/."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
     for place in ((torch, "save", 2), (transformers.PreTrainedTokenizerFast, "save_pretrained", 1)):
@@ -42,7 +46,7 @@ def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
 
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
-    """It stops in iteration 4, in a line of the metrics. What it had logged since iteration 2 is not there twice."""
+    """It stops in iteration 4, in the middle of a line of the metrics. No line since iteration 2 is logged twice."""
     flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
     with resume.interrupted(importlib.import_module(script), "compute_advantages", call=4):
@@ -56,7 +60,7 @@ def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
-    """Nothing that it had logged is there twice, and a user's file stays."""
+    """No line is logged twice, and a file of the user in the folder of the run is left alone."""
     flags |= {"save_every": 0, "run_dir": tmp_path / "run"}
     with resume.interrupted(grpo, "compute_advantages", call=3):
         run("grpo", **flags)
@@ -68,7 +72,7 @@ def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
 
 
 def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
-    """It stops after its last checkpoint, before its model. That of the shorter run does not count as its result."""
+    """It stops between its last checkpoint and its model. The model of the shorter run is not taken for its result."""
     flags["warmup_iterations"] = 4
     run("grpo", run_dir=tmp_path / "whole", **flags)
     run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
@@ -98,14 +102,13 @@ def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "eval/score/2-5" in line] == [0, 2, 4, 5]
 
-    files = [path for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    run(script, run_dir=tmp_path, **FLAGS | {"log_every": 7})
-    assert before == {path: path.read_bytes() for path in before}
+    before = files_of(tmp_path)
+    run(script, run_dir=tmp_path, **FLAGS)
+    assert before == files_of(tmp_path)
 
 
 def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
-    """Their mean and the mean of the best. Two ranks share the rows, and give the numbers of one rank."""
+    """Evaluation reports their mean and pass@k. Two ranks share the rows, and report the numbers of one rank."""
     prompts, tokenizer = [f"{i} + 5 ?" for i in range(7)], make_tokenizer()
     rows = [{"prompt": x, "prompt_ids": tokenizer(x)["input_ids"], "group": x < "4"} for x in prompts]
     reward = lambda completions, **_: [float("8" in x or "6" in x) for x in completions]  # noqa: E731
@@ -148,7 +151,7 @@ def test_an_evaluation_of_few_rows_uses_all_ranks(monkeypatch):
 
 
 def test_a_model_of_each_save_can_be_kept(tmp_path):
-    """model/ is the last of them. Without the flag it is the only one."""
+    """model/ is always the latest model, and without --keep_models the only one."""
     for keep in (False, True):
         folder = tmp_path / f"{keep}"
         run("grpo", run_dir=folder, keep_models=keep, num_iterations=3, save_every=2, eval_every=0)
@@ -172,26 +175,25 @@ def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
 MOVES = {"num_iterations": 3, "learning_rate": 4e-3, "reward": f"{ROOT}/tests/driver.py:reward"}
 
 
-@pytest.mark.parametrize("kl_coef, log_kl", [(0.01, False), (0.0, False), (0.0, True)])
-def test_without_a_kl_there_is_no_reference_unless_its_kl_is_to_be_logged(
-    kl_coef, log_kl, tmp_path, monkeypatch
-):
-    copies = recorded(monkeypatch, grpo.copy, "deepcopy")
-    run("grpo", run_dir=tmp_path, kl_coef=kl_coef, log_kl=log_kl, **MOVES)
-    models = [args for args, _ in copies if isinstance(args[0], torch.nn.Module)]
-    has_kl = bool(kl_coef) or log_kl
-    assert len(models) == has_kl
-    lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "score" in line]
-    assert all(("kl" in line) == has_kl for line in lines)
-    assert not has_kl or abs(lines[2]["kl"]) > 1e-3
-
-
-def test_logging_the_kl_leaves_training_alone(tmp_path):
-    for log_kl in (False, True):
-        run("dr_grpo", run_dir=tmp_path / f"{log_kl}", log_kl=log_kl, **MOVES)
-    weights = [torch.load(tmp_path / f"{x}" / "checkpoint.pt")["policy"] for x in (False, True)]
-    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
-    assert abs(read_jsonl(tmp_path / "True" / "metrics.jsonl")[-1]["kl"]) > 1e-4
+def test_a_kl_that_is_only_logged_needs_the_reference_and_leaves_training_alone(tmp_path, monkeypatch):
+    """If the KL is neither in the loss nor logged, no reference is loaded."""
+    weights = []
+    for script, flags, has_kl in (
+        ("grpo", {"kl_coef": 0.01}, True),
+        ("grpo", {"kl_coef": 0.0, "log_kl": True}, True),
+        ("grpo", {"kl_coef": 0.0}, False),
+        ("dr_grpo", {"log_kl": True}, True),
+        ("dr_grpo", {}, False),
+    ):
+        folder = tmp_path / f"{len(weights)}"
+        copies = recorded(monkeypatch, importlib.import_module(script).copy, "deepcopy")
+        run(script, run_dir=folder, **MOVES, **flags)
+        assert sum(isinstance(args[0], torch.nn.Module) for args, _ in copies) == has_kl
+        lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "score" in line]
+        assert all(("kl" in line) == has_kl for line in lines)
+        assert not has_kl or abs(lines[2]["kl"]) > 1e-4
+        weights.append((folder / "model" / "model.safetensors").read_bytes())
+    assert weights[0] != weights[1] == weights[2] and weights[3] == weights[4]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights(tmp_path, monkeypatch, capsys):
@@ -215,13 +217,13 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
     assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
-    # No id: a folder of the same name would continue the Weights & Biases run of somebody else.
+    # With an id, a folder of the same name would continue the Weights & Biases run of somebody else.
     assert options.keys() == {"name", "config"} and options["name"] == "mine"
     assert options["config"]["batch_size"] == 16
 
 
 def test_learning_rates_rise_from_the_first_step_and_fall(tmp_path, monkeypatch):
-    """Those of policy and critic. Without --anneal_lr: test_metrics.py."""
+    """This holds for the policy and the critic. test_metrics.py tests runs without --anneal_lr."""
     steps = recorded(monkeypatch, ppo, "optimizer_step")
     flags = {"warmup_iterations": 3, "num_iterations": 5, "learning_rate": 3e-4, "critic_learning_rate": 3e-2}
     run("ppo", **flags, anneal_lr=True, num_minibatches=1, run_dir=tmp_path)
@@ -231,20 +233,18 @@ def test_learning_rates_rise_from_the_first_step_and_fall(tmp_path, monkeypatch)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
-    """--run_dir . beside the model, or the folder of the dataset."""
+    """As with --run_dir . in a folder that contains a model, or in the folder of the dataset."""
     shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
     data = write_jsonl(tmp_path / "samples.jsonl", read_jsonl(ROOT / "toy" / "train.jsonl")[:50])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files_of(tmp_path)
     said = refused(capsys, run, "grpo", run_dir=tmp_path, model=tmp_path / "model", dataset=data)
     assert f"--run_dir {tmp_path}: the folder is not empty and is not a run. Use a new folder." in said
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == files_of(tmp_path)
 
 
-def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path):
-    """A torn checkpoint and torn flags are not overwritten, and a second process does not train beside the first."""
+def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
+    """A run does not overwrite a broken checkpoint or broken flags."""
     run("grpo", run_dir=tmp_path)
-    second = f"import filelock; filelock.FileLock({str(tmp_path / 'lock')!r}).acquire(blocking=False)"
-    assert "Timeout" in launch("-c", second, check=False).stderr
     for name, content in (("checkpoint.pt", b"PK"), ("args.json", b'{"seed"')):
         path = tmp_path / name
         before = path.read_bytes()
@@ -255,38 +255,38 @@ def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path):
         path.write_bytes(before)
 
 
-def test_a_copy_of_grpo_needs_what_it_names_and_evaluates_nothing_else(tmp_path):
-    """An uninterrupted run prints nothing to stderr."""
+def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_the_user_did_not_name(tmp_path):
+    """It prints nothing to stderr."""
     shutil.copy(ROOT / "grpo.py", tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
-    flags = {"dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1, "device": "cpu"}
-    flags |= {"batch_size": 16, "max_response_length": 8}
-    said = launch("grpo.py", *words_of(**flags), cwd=tmp_path, check=False).stderr
-    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
-    ran = launch("grpo.py", *words_of(model=ROOT / "toy" / "policy", **flags), cwd=tmp_path)
+    flags = {
+        "model": ROOT / "toy" / "policy",
+        "dataset": "data.jsonl",
+        "reward": "mine.py:f",
+        "device": "cpu",
+    }
+    flags |= {"batch_size": 16, "max_response_length": 8, "num_iterations": 1}
+    ran = launch("grpo.py", *words_of(**flags), cwd=tmp_path)
     assert ran.stderr == "" and "eval" not in ran.stdout
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("grpo__1__")
-    assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]
-
-
-SHORT = {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
+    [metrics] = tmp_path.glob("runs/grpo__1__*/metrics.jsonl")
+    assert [line["iteration"] for line in read_jsonl(metrics)] == [1]
 
 
 @pytest.fixture
 def short(tmp_path):
-    """Of a run of two short iterations, with a reward that gives nothing and one that works."""
+    """The flags of a run of two short iterations, beside a file with a reward that fails and one that works."""
     (tmp_path / "mine.py").write_text(
         "def none(completions, **_): return [None] * len(completions)\n"
         "def works(completions, **_): return [len(x) for x in completions]\n"
     )
     rows = [{"prompt": "3 + 5 ?", "answer": "8"}] * 4
-    return SHORT | {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
+    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
+    return flags | {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
 
 
 def test_a_kill_while_the_folder_is_made_leaves_one_in_which_the_command_works(short, tmp_path):
-    """Before the lock, between lock and flags, while flags are written, and before the script is copied."""
+    """The kills come before the lock, before the flags, twice while they are written, and before the script."""
     run_dir = tmp_path / "run"
     whole = tmp_path / "whole"
     run("grpo", **short | {"run_dir": whole})
@@ -300,30 +300,20 @@ def test_a_kill_while_the_folder_is_made_leaves_one_in_which_the_command_works(s
     resume.assert_same_run(whole, run_dir)
 
 
-def test_a_killed_run_has_the_model_of_its_last_checkpoint(short, tmp_path):
-    """It is killed when it logs iteration 2."""
-    assert resume.run_and_kill(grpo, "append", 2, run, "grpo", **short, log_every=0) == -signal.SIGKILL
-    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
-    start = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "policy").state_dict()
-    assert checkpoint["iteration"] == 1 and checkpoint["policy"].keys() == model.keys()
-    for name, x in checkpoint["policy"].items():
-        assert torch.equal(model[name], x)
-    assert any(not torch.equal(model[name], x) for name, x in start.items())
-
-
 def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(short, tmp_path, capsys):
     mine = f"{tmp_path}/mine.py"
     for _ in range(2):
         assert "returned [None" in refused(capsys, run, "grpo", **short, reward=f"{mine}:none")
     short["num_iterations"] = 1
     run("grpo", **short, reward=f"{mine}:works", learning_rate=1e-3)
+    before = files_of(tmp_path / "run")
     said = refused(capsys, run, "grpo", **short, reward=f"{mine}:none", learning_rate=1e-3)
     assert f"other flags: reward {mine}:works (now {mine}:none). " in said and "learning_rate" not in said
+    assert before == files_of(tmp_path / "run")
 
 
 def test_a_resumed_run_names_what_has_changed(short, tmp_path, capsys):
-    """A script in one line, and a flag with both values. More iterations change a learning rate that decays."""
+    """It names the script, and each flag with both values. The copy of the old script stays, to compare with."""
     run_dir = tmp_path / "run"
     run("grpo", **short, anneal_lr=True)
     capsys.readouterr()
@@ -333,24 +323,26 @@ def test_a_resumed_run_names_what_has_changed(short, tmp_path, capsys):
     with (run_dir / "grpo.py").open("a") as file:
         file.write("# as it was\n")
     run("grpo", **short | {"num_iterations": 3}, anneal_lr=True, micro_batch_size=4)
-    lines = capsys.readouterr().out.split("\n")
-    (script,) = (line for line in lines if "has changed" in line)
-    assert str(ROOT / "grpo.py") in script and str(run_dir / "grpo.py") in script
-    changed = [line for line in lines if "(now " in line]
-    rate, memory = (next(x for x in changed if name in x) for name in ("num_iterations", "micro_batch_size"))
-    assert len(changed) == 2 and "micro_batch_size 64 (now 4)" in memory and "learning rate" not in memory
-    assert "num_iterations 2 (now 3)" in rate and "learning rate" in rate
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        f"{ROOT / 'grpo.py'} has changed" in line and str(run_dir / "grpo.py") in line for line in lines
+    )
+    length, memory = (line for line in lines if "(now " in line)
+    assert "num_iterations 2 (now 3); the learning rate jumps" in length
+    assert "micro_batch_size 64 (now 4)" in memory and "learning rate" not in memory
     assert json.loads((run_dir / "args.json").read_text())["num_iterations"] == 3
-    assert (run_dir / "grpo.py").read_text().endswith("# as it was\n")  # to compare with
+    assert (run_dir / "grpo.py").read_text().endswith("# as it was\n")
 
 
 def test_a_second_process_is_refused(short, tmp_path, capsys):
-    """While another one trains in the folder. Nothing is written."""
+    """It writes nothing while another process trains in the folder."""
     run("grpo", **short)
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
+    lock = tmp_path / "run" / "lock"
+    second = f"import filelock; filelock.FileLock({str(lock)!r}).acquire(blocking=False)"
+    assert "Timeout" in launch("-c", second, check=False).stderr
+    before = files_of(tmp_path / "run")
     grpo.open_run.lock.release()
-    with grpo.filelock.FileLock(tmp_path / "run" / "lock"):
+    with grpo.filelock.FileLock(lock):
         said = refused(capsys, run, "grpo", **short | {"num_iterations": 3})
     assert f"--run_dir {tmp_path / 'run'}: another process is training in it" in said
-    assert before == {path: path.read_bytes() for path in before}
+    assert before == files_of(tmp_path / "run")
