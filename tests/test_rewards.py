@@ -10,9 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, write_jsonl
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-from zoo import PAIRS, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+from zoo import CHAT, make_model, make_tokenizer, recorded, refused, run, save
 
 import grpo
 import ppo
@@ -21,28 +19,14 @@ import reward_model
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
 RESPONSES = ["think 3 + 5 = 8 answer 8", "answer 8", "think 9 answer 1 answer"]
 ENDED = [True, False, True]
-CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
-TEMPLATE = "{% for m in messages %}{{ m.content }} "
-TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
 ROWS = [{"prompt": p, "prompt_ids": [0], "answer": a} for p, a in zip(PROMPTS, "880")]
-
-
-def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED, **flags):
-    """Return the scores of responses in a rollout like those of generate. Its prompts have one token."""
-    tokenizer = tokenizer or make_tokenizer()
-    responses = []
-    for text, has_eos in zip(texts, ended):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [1] * has_eos
-        responses.append(torch.tensor(ids))
-    masks = [torch.ones_like(ids, dtype=torch.bool) for ids in responses]
-    rollout = {
-        "sequences": pad(pad_sequence(responses, batch_first=True), (1, 0)),
-        "response_mask": pad_sequence(masks, batch_first=True),
-        "old_logprobs": torch.zeros(len(texts)),
-        "truncated": ~torch.tensor(ended),
-    }
-    loaded = grpo.load_reward(grpo.Args(device="cpu", **flags), str(reward))
-    return grpo.score(loaded, tokenizer, rows, rollout)
+UNUSUAL = "{% for m in messages %}{{ m.content }} {{ '=' if m.role == 'user' else '<eos> -' }} {% endfor %}"
+# The template, and what a reward model reads, written by hand: prompt and response, and the end of a response
+FORMS = {
+    "text": (CHAT, "<bos> {} {}", " <eos>"),
+    "chat": (CHAT, "<bos> <user> {} <end> <model> {}", " <end>"),
+    "chat with an unusual end": (UNUSUAL, "{} = {}", " <eos> -"),
+}
 
 
 def test_exact_answer_compares_what_follows_the_last_answer():
@@ -56,7 +40,7 @@ def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
     """If it changes a prompt, the next iteration does not see it. Only some rows have a hint."""
     rows = [row | {"prompt": [{"content": row["prompt"]}]} for row in ROWS]
     rows[1]["hint"] = "think"
-    before = repr(rows)
+    before, tokenizer = repr(rows), make_tokenizer()
     (tmp_path / "mine.py").write_text(
         "def length(completions, truncated, prompts, answer, **columns):\n"
         f"    assert completions == {RESPONSES} and prompts == {[row['prompt'] for row in rows]}\n"
@@ -65,7 +49,12 @@ def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
         "    prompts[0].append('more')\n"
         "    return [len(text.split()) / 2 for text in completions]\n"
     )
-    found = scores(f"{tmp_path}/mine.py:length", rows=rows)
+    ids, mask = grpo.left_pad(
+        [tokenizer(x)["input_ids"] + [1] * end for x, end in zip(RESPONSES, ENDED)], "cpu"
+    )
+    rollout = {"sequences": ids, "response_mask": mask.bool(), "truncated": ~torch.tensor(ENDED)}
+    reward = grpo.load_reward(grpo.Args(), f"{tmp_path}/mine.py:length")
+    found = grpo.score(reward, tokenizer, rows, rollout | {"old_logprobs": torch.zeros(3)})
     assert found.tolist() == [4.0, 1.0, 2.5] and repr(rows) == before
 
 
@@ -85,48 +74,28 @@ def save_reward_model(folder, tokenizer, pad_token_id=0):
     save(folder, transformers.LlamaForSequenceClassification(config), tokenizer)
 
 
-def assert_scores(found, folder, texts: list[list[int]]):
-    """Compare the scores with those of the saved model, which reads each text alone."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts]
-        expected = torch.stack([model.score(x)[0] for x in hidden])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
-@pytest.mark.parametrize("chats", [False, True])
-def test_a_reward_model_reads_prompt_response_and_end_as_its_own_tokenizer_does(
-    tmp_path, tokenizer, chats, pad_token_id
-):
-    """The policy has other ids for the same words. The turn of a truncated response stays open."""
-    own = make_tokenizer(bos=True, chat=True, pad="<eos>")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reward_model_reads_prompt_response_and_end(form, pad_token_id, tmp_path):
+    """A truncated response stays open, and a response that contains its end has no second one.
+
+    reward_model.py trains on the same ids. A score is the one of the text alone.
+    """
+    template, text, end = FORMS[form]
+    own = make_tokenizer(bos=True, pad="<eos>")
+    own.chat_template = template
     save_reward_model(tmp_path, own, pad_token_id)
-    assert tokenizer("think")["input_ids"] != own("think", add_special_tokens=False)["input_ids"]
-    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
-    texts = []
-    for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
-        text = f"<user> {prompt} <end> <model> {response}" + " <end>" * end
-        if not chats:
-            text = f"{prompt} {response}" + " <eos>" * end
-        texts.append(own(text)["input_ids"])  # with a BOS
-    assert_scores(scores(tmp_path, tokenizer, rows, micro_batch_size=2), tmp_path, texts)
-
-
-@pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
-def test_a_policy_run_reads_texts_and_chats_as_reward_model_py_does(rows, tmp_path):
-    """The tokenizer has a chat template, which must not be used for texts."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    start = save(tmp_path / "start", make_model("llama"), tokenizer)
-    data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
-    run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
-    own = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
-    form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
-    assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
-    responses = [row["chosen"] for row in rows]
-    assert_scores(scores(folder, rows=rows, texts=responses, ended=[True] * 3), folder, ids)
+    prompts = PROMPTS if form == "text" else [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    responses = [RESPONSES[0] + end, *RESPONSES[1:]]
+    reward = grpo.load_reward(grpo.Args(device="cpu", micro_batch_size=2), str(tmp_path))
+    found = reward(prompts=prompts, completions=responses, truncated=[not x for x in ENDED])
+    texts = [text.format(*pair) + end * has_end for *pair, has_end in zip(PROMPTS, RESPONSES, ENDED)]
+    id_lists = [own(x, add_special_tokens=False)["input_ids"] for x in texts]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in id_lists]
+    assert found == pytest.approx([float(model.score(x)) for x in hidden], rel=0, abs=1e-5)
+    assert reward_model.encode(own, prompts[2], responses[2]) == id_lists[2]
 
 
 def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
@@ -170,18 +139,6 @@ def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
         penalized = raw.view(len(raw), -1) - 0.5 * sampled["truncated"][:, None]
         expected = (2 * penalized).clamp(-1, 1).view_as(raw)
         torch.testing.assert_close(rollout[name], expected.repeat_interleave(16 // len(raw), 0))
-
-
-@pytest.mark.parametrize("chats", [False, True])
-@pytest.mark.parametrize("completion", ["answer 8", "answer 8 {end}"])
-def test_a_completion_that_has_its_end_gets_no_second_one(chats, completion, tmp_path):
-    own, end = make_tokenizer(bos=True, chat=True), "<end>" if chats else "<eos>"
-    save_reward_model(tmp_path, own)
-    text = "<bos> <user> 9 ? <end> <model> answer 8 <end>" if chats else "<bos> 9 ? answer 8 <eos>"
-    prompt = [{"role": "user", "content": "9 ?"}] if chats else "9 ?"
-    reward = grpo.load_reward(grpo.Args(device="cpu"), str(tmp_path))
-    found = reward(prompts=[prompt], completions=[completion.format(end=end)], truncated=[False])
-    assert_scores(torch.tensor(found), tmp_path, [own(text, add_special_tokens=False)["input_ids"]])
 
 
 def test_an_eval_reward_needs_its_columns_in_the_held_out_rows_only(tmp_path):
