@@ -4,8 +4,10 @@ import importlib
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
+import sys
 from itertools import combinations
 from statistics import fmean
 
@@ -255,20 +257,18 @@ def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
         path.write_bytes(before)
 
 
-def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_the_user_did_not_name(tmp_path):
-    """It prints nothing to stderr."""
+def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_was_not_named(tmp_path, monkeypatch, capfd):
     shutil.copy(ROOT / "grpo.py", tmp_path)
+    shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
-    flags = {
-        "model": ROOT / "toy" / "policy",
-        "dataset": "data.jsonl",
-        "reward": "mine.py:f",
-        "device": "cpu",
-    }
-    flags |= {"batch_size": 16, "max_response_length": 8, "num_iterations": 1}
-    ran = launch("grpo.py", *words_of(**flags), cwd=tmp_path)
-    assert ran.stderr == "" and "eval" not in ran.stdout
+    flags = {"model": "model", "dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1}
+    flags |= {"batch_size": 16, "max_response_length": 8, "device": "cpu"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(**flags)])
+    runpy.run_path("grpo.py", run_name="__main__")
+    said, errors = capfd.readouterr()
+    assert errors == "" and "eval" not in said and "held out" not in said
     [metrics] = tmp_path.glob("runs/grpo__1__*/metrics.jsonl")
     assert [line["iteration"] for line in read_jsonl(metrics)] == [1]
 
