@@ -63,14 +63,6 @@ def test_dapo_trains_on_groups_whose_raw_scores_differ(run_dapo, tokenizer, tmp_
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
 
 
-def test_dapo_keeps_the_responses_to_a_prompt_together(run_dapo):
-    """In a batch of 128 responses, a sort that is not stable would mix the groups."""
-    ((rollout,), _) = run_dapo(PROMPTS, num_iterations=1, max_rollouts=1, batch_size=128)
-    prompts = rollout["sequences"][:, :-12].view(16, 8, -1)  # (groups, k, P)
-    assert (prompts == prompts[:, :1]).all() and len(prompts[:, 0].unique(dim=0)) == 16
-    assert 0 < sum(mixed(rollout)) < 16
-
-
 def test_dapo_draws_no_prompt_twice_for_a_batch(run_dapo, monkeypatch):
     """Of 5 prompts, the first rollout uses 4 and the second one the last. Then there is nothing left to draw."""
     calls = recorded(monkeypatch, dapo, "generate")
@@ -80,11 +72,12 @@ def test_dapo_draws_no_prompt_twice_for_a_batch(run_dapo, monkeypatch):
 
 
 def test_dapo_fills_a_batch_with_other_groups_after_max_rollouts(run_dapo):
-    rollouts, lines = run_dapo(PROMPTS, num_iterations=4, max_rollouts=2)
-    assert min(sum(mixed(rollout)) for rollout in rollouts) < 4
-    for rollout, line in zip(rollouts, lines, strict=True):
-        assert len(rollout["scores"]) == 32 and line["rollouts"] == 2
-        assert mixed(rollout) == sorted(mixed(rollout), reverse=True)
+    """The responses to a prompt stay together. Among so many responses, a sort that is not stable mixes them."""
+    ((rollout,), (line,)) = run_dapo(PROMPTS, num_iterations=1, max_rollouts=2, batch_size=128)
+    assert len(rollout["scores"]) == 128 and line["rollouts"] == 2
+    assert mixed(rollout) == sorted(mixed(rollout), reverse=True) and 0 < sum(mixed(rollout)) < 16
+    prompts = rollout["sequences"][:, :-12].view(16, 8, -1)  # (groups, k, P)
+    assert (prompts == prompts[:, :1]).all() and len(prompts[:, 0].unique(dim=0)) == 16
 
 
 # gkd.py: its loss is a sum over probabilities, and main compares two models.
@@ -255,16 +248,6 @@ def test_each_token_has_its_score(tmp_path, monkeypatch, tokenizer):
         assert rollout["token_scores"][i].tolist() == expected
 
 
-def llama2_tokenizer():
-    """Return a tokenizer in which a token that is decoded alone loses the space before it."""
-    words = ["<unk>", "<eos>", *("▁" + word for word in "think 3 + 5 = 8 answer".split())]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    parts = tokenizers.decoders
-    core.decoder = parts.Sequence([parts.Replace("▁", " "), parts.Fuse(), parts.Strip(" ", 1, 0)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-
-
 def byte_tokenizer():
     """Return a tokenizer with a token for each byte, so that most characters of other alphabets are several."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -276,10 +259,8 @@ def byte_tokenizer():
 
 def test_the_texts_of_the_tokens_join_to_the_response(tokenizer):
     """A space belongs to the token after it, and a character to its last token. The last one may be incomplete."""
-    text = "think 3 + 5 = 8 answer 8"
-    for its_tokenizer in (tokenizer, llama2_tokenizer()):
-        texts = process.token_texts(its_tokenizer, torch.tensor(its_tokenizer(text)["input_ids"]))
-        assert texts == ["think", " 3", " +", " 5", " =", " 8", " answer", " 8"]
+    texts = process.token_texts(tokenizer, torch.tensor(tokenizer("think 3 + 5 = 8 answer 8")["input_ids"]))
+    assert texts == ["think", " 3", " +", " 5", " =", " 8", " answer", " 8"]
     ids = torch.tensor(byte_tokenizer()("aé = 3€ 数")["input_ids"])
     for end in range(1, len(ids) + 1):
         assert "".join(process.token_texts(byte_tokenizer(), ids[:end])) == byte_tokenizer().decode(ids[:end])

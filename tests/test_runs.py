@@ -36,11 +36,22 @@ def files_of(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
-    """The run is killed while it writes the second checkpoint, and once more while it writes model/."""
+def test_a_run_that_is_killed_again_and_again_resumes_to_the_last_bit(flags, tmp_path):
+    """The kills come while the folder is made, and while a checkpoint and the model are written."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
-    for place in ((torch, "save", 2), (transformers.PreTrainedTokenizerFast, "save_pretrained", 1)):
+    places = [
+        (grpo.filelock.FileLock, "acquire", 1),
+        (grpo, "replacing", 1),
+        (os, "fsync", 1),
+        (os, "replace", 1),
+    ]
+    places += [
+        (shutil, "copy", 1),
+        (torch, "save", 2),
+        (transformers.PreTrainedTokenizerFast, "save_pretrained", 1),
+    ]
+    for place in places:
         assert resume.run_and_kill(*place, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
     run("grpo", run_dir=killed, **flags)
     resume.assert_same_run(tmp_path / "whole", killed)
@@ -88,24 +99,29 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
-    run(script, run_dir=tmp_path, **FLAGS)
-    names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "model", "samples.jsonl", f"{script}.py"}
+    """model/ is the latest model. With --keep_models, each saved model is kept."""
+    run(script, run_dir=tmp_path, keep_models=True, **FLAGS)
+    names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "samples.jsonl", f"{script}.py"}
+    names |= {"model", "model-2", "model-4", "model-5"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / f"{script}.py").read_bytes() == sync.paths()[script].read_bytes()
 
     auto = transformers.AutoModelForCausalLM
-    start = auto.from_pretrained(ROOT / "toy" / "policy").state_dict()
-    result = auto.from_pretrained(tmp_path / "model").state_dict()
+    start, earlier, kept, result = (
+        auto.from_pretrained(folder).state_dict()
+        for folder in (ROOT / "toy" / "policy", *(tmp_path / x for x in ("model-4", "model-5", "model")))
+    )
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["policy"]
     for name, x in result.items():
-        assert torch.equal(x, trained[name]) and not torch.equal(x, start[name])
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
+        assert torch.equal(x, trained[name]) and torch.equal(x, kept[name])
+        assert not torch.equal(x, earlier[name]) and not torch.equal(x, start[name])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model-2").eos_token == "<eos>"
 
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "eval/score/2-5" in line] == [0, 2, 4, 5]
 
     before = files_of(tmp_path)
-    run(script, run_dir=tmp_path, **FLAGS)
+    run(script, run_dir=tmp_path, keep_models=True, **FLAGS)
     assert before == files_of(tmp_path)
 
 
@@ -150,18 +166,6 @@ def test_an_evaluation_of_few_rows_uses_all_ranks(monkeypatch):
         args = grpo.Args(device="cpu", batch_size=96, max_response_length=2)
         grpo.evaluate(args, make_model("llama"), make_tokenizer(), None, rows)
     assert lengths == [2, 2, 1]
-
-
-def test_a_model_of_each_save_can_be_kept(tmp_path):
-    """model/ is always the latest model, and without --keep_models the only one."""
-    for keep in (False, True):
-        folder = tmp_path / f"{keep}"
-        run("grpo", run_dir=folder, keep_models=keep, num_iterations=3, save_every=2, eval_every=0)
-        names = sorted(path.name for path in folder.glob("model*"))
-        assert names == ["model", "model-2", "model-3"][: 3 if keep else 1]
-    models = [(folder / name / "model.safetensors").read_bytes() for name in names]
-    assert models[0] == models[2] != models[1]
-    assert {x.name for x in (folder / "model").iterdir()} == {x.name for x in (folder / "model-2").iterdir()}
 
 
 def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
@@ -270,6 +274,7 @@ def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_was_not_named(tmp_
     said, errors = capfd.readouterr()
     assert errors == "" and "eval" not in said and "held out" not in said
     [metrics] = tmp_path.glob("runs/grpo__1__*/metrics.jsonl")
+    assert [path.name for path in metrics.parent.glob("model*")] == ["model"]
     assert [line["iteration"] for line in read_jsonl(metrics)] == [1]
 
 
@@ -283,21 +288,6 @@ def short(tmp_path):
     rows = [{"prompt": "3 + 5 ?", "answer": "8"}] * 4
     flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
     return flags | {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
-
-
-def test_a_kill_while_the_folder_is_made_leaves_one_in_which_the_command_works(short, tmp_path):
-    """The kills come before the lock, before the flags, twice while they are written, and before the script."""
-    run_dir = tmp_path / "run"
-    whole = tmp_path / "whole"
-    run("grpo", **short | {"run_dir": whole})
-    places = [(grpo.filelock.FileLock, "acquire", set()), (grpo, "replacing", {"lock"})]
-    places += [(os, "fsync", {"lock", "args.json.tmp"}), (os, "replace", {"lock", "args.json.tmp"})]
-    places += [(shutil, "copy", {"lock", "args.json"})]
-    for module, name, left in places:
-        assert resume.run_and_kill(module, name, 1, run, "grpo", **short) == -signal.SIGKILL
-        assert {path.name for path in run_dir.glob("*")} == left
-    run("grpo", **short)
-    resume.assert_same_run(whole, run_dir)
 
 
 def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(short, tmp_path, capsys):

@@ -178,20 +178,16 @@ MESSAGE, NEEDS, PAIRS = 'needs a "role" and a "content" string', "not empty", "`
 OF_SFT = [
     ({"completion": None}, NEEDS),
     ({"completion": ""}, NEEDS),
-    ({"completion": 5}, NEEDS),
     ({"prompt": ""}, NEEDS),
     ({"messages": "3 ?"}, NEEDS),
-    ({"messages": ["3 ?"]}, MESSAGE),
     ({"messages": [NO_ROLE, ANSWER]}, MESSAGE),
     ({"messages": [USER, NO_CONTENT]}, MESSAGE),
     ({"messages": [ANSWER, USER]}, "the last message must be the assistant's"),
-    ({"messages": [ANSWER]}, NEEDS),
     ({"messages": [USER, PREFIX, ANSWER]}, "Join them"),
     ({"messages": [USER, CALL]}, "['tool_calls'] of the last message would be ignored"),
 ]
 OF_PAIRS = [
     ({"rejected": None}, PAIRS),
-    ({"chosen": ANSWER}, PAIRS),
     ({"chosen": ["answer 3"]}, MESSAGE),
     ({"prompt": 5}, PAIRS),
     ({"prompt": "3 ?", "chosen": [ANSWER], "rejected": [PREFIX]}, "Give `prompt` as a chat"),

@@ -14,7 +14,7 @@ import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, SOURCES, read_jsonl, write_jsonl
 from resume import without_clock
-from test_siblings import commit, copy_scripts, edit
+from test_siblings import copy_scripts, edit
 from zoo import record, run
 
 FEATURES = (
@@ -61,26 +61,9 @@ def test_a_file_is_written_once_and_not_overwritten(command, tmp_path, capsys):
     assert function(*words, root=folder) == 0 and (folder / path).read_text() == made
 
 
-def test_the_command_line_has_the_exit_code_of_its_command(tmp_path):
-    right = f"rloo gspo {tmp_path}"
-    for tool, words, code in (("sync", "patch rloo no", 2), ("mix", "rloo no", 2), ("mix", right, 0)):
-        command = [sys.executable, ROOT / "tools" / f"{tool}.py", *words.split()]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == code and result.stdout.startswith("error: ") == bool(code)
-    assert [path.name for path in tmp_path.iterdir()] == ["rloo_gspo.py"]
-
-
-def test_sync_returns_1_if_one_script_has_an_edit_of_its_own(tmp_path, capsys):
-    """It ignores other files of the user, and refuses two scripts with one name."""
-    folder = copy_scripts(tmp_path)
-    (folder / "my_reward.py").write_text("def score(completions, **_): return [*map(len, completions)]\n")
-    commit(folder)
-    assert sync.sync(folder) == 0
-    edit(folder / "rloo.py", "\ndef choose_rows(", "\n# mine\ndef choose_rows(")
-    assert sync.sync(folder) == 1 and "rloo.py: not written" in capsys.readouterr().out
-    (folder / "methods" / "sft.py").write_text((folder / "sft.py").read_text())
-    with pytest.raises(SystemExit, match=r"methods/sft\.py"):
-        sync.paths(folder)
+def test_files_of_the_user_beside_the_scripts_are_ignored(tmp_path):
+    (copy_scripts(tmp_path) / "my_reward.py").write_text("def score(completions, **_): return [1.0]\n")
+    assert "my_reward" not in sync.paths(tmp_path)
 
 
 def test_a_hunk_of_a_patch_has_one_place():
