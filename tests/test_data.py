@@ -32,7 +32,7 @@ def test_values_of_a_dataset_keep_their_type(tmp_path):
         assert repr([row["answer"] for row in found]) == repr(expected)
 
 
-# Tokens of texts and chats. The expected texts are written by hand, with all their special tokens.
+# Tokens of texts and chats. test_stages.py has more cases, for functions that all scripts share.
 
 
 def ids_of(text: str) -> list[int]:
@@ -68,24 +68,12 @@ def test_a_token_that_is_bos_and_eos_stays_at_both_ends():
         assert grpo.token_ids(tokenizer, f"<eos> {PROMPT}") == ids_of(f"<eos> {PROMPT}")
 
 
-@pytest.mark.parametrize("bos", [False, True])  # the template writes a BOS in either case
-def test_the_policy_continues_the_words_of_the_assistant(bos):
-    tokenizer = make_tokenizer(bos=bos, chat=True)
-    answer = {"role": "assistant", "content": "think 3 +"}
-    for chat, right in (
-        ([USER], OPENED),
-        ([USER, answer], f"{OPENED} think 3 +"),
-        ([USER, answer, USER], f"{OPENED} think 3 + <end> <user> {PROMPT} <end> <model>"),
-    ):
-        assert grpo.token_ids(tokenizer, chat) == ids_of(right)
-
-
 def test_the_template_receives_tools_and_options(tmp_path):
     """An option of a row overrides the option of the flag. None is no option, because parquet fills it in."""
     tokenizer = make_tokenizer(chat=True)
     tokenizer.chat_template = "{% for tool in tools or [] %}= {{tool.function.name}} {% endfor %}"
-    option = "{% if enable_thinking is defined %}{{'+' if enable_thinking else '-'}} {% endif %}"
-    tokenizer.chat_template += option + CHAT
+    thinking = "{% if enable_thinking is defined %}{{'+' if enable_thinking else '-'}} {% endif %}"
+    tokenizer.chat_template += thinking + CHAT
     tool = {"type": "function", "function": {"name": "think", "parameters": {}}}
     rows = [{}, {"tools": [tool, tool]}, {"chat_template_kwargs": {"enable_thinking": False}}]
     rows.append({"tools": None, "chat_template_kwargs": {"enable_thinking": None}})

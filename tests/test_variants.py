@@ -111,16 +111,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
     """A pair of features is refused in any order."""
     copies = copy_scripts(tmp_path)
     edit(copies / "rloo.py", "(args, policy) if args.kl_coef", "(args, policy) if args.kl_coef > 1")
-    cases = (
-        "distill tools",
-        "sdpo correction",
-        "rloo process",
-        "rloo lora",
-        "sft fsdp",
-        "rloo nothing",
-        "no lora",
-    )
-    for case in cases:
+    cases = "distill tools, sdpo correction, rloo process, rloo lora, sft fsdp, rloo nothing, no lora"
+    for case in cases.split(", "):
         assert sync.variant(*case.split(), copies) == 2
         assert capsys.readouterr().out.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
