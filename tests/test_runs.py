@@ -40,19 +40,13 @@ def test_a_run_that_is_killed_again_and_again_resumes_to_the_last_bit(flags, tmp
     """The kills come while the folder is made, and while a checkpoint and the model are written."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
-    places = [
-        (grpo.filelock.FileLock, "acquire", 1),
-        (grpo, "replacing", 1),
-        (os, "fsync", 1),
-        (os, "replace", 1),
-    ]
-    places += [
-        (shutil, "copy", 1),
-        (torch, "save", 2),
-        (transformers.PreTrainedTokenizerFast, "save_pretrained", 1),
-    ]
-    for place in places:
-        assert resume.run_and_kill(*place, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
+    places = [(grpo.filelock.FileLock, "acquire"), (grpo, "replacing"), (os, "fsync"), (os, "replace")]
+    places += [(shutil, "copy"), (torch, "save"), (transformers.PreTrainedTokenizerFast, "save_pretrained")]
+    for module, name in places:
+        call = 2 if name == "save" else 1  # the second checkpoint takes the place of the first
+        assert (
+            resume.run_and_kill(module, name, call, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
+        )
     run("grpo", run_dir=killed, **flags)
     resume.assert_same_run(tmp_path / "whole", killed)
 
@@ -278,61 +272,55 @@ def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_was_not_named(tmp_
     assert [line["iteration"] for line in read_jsonl(metrics)] == [1]
 
 
-@pytest.fixture
-def short(tmp_path):
-    """The flags of a run of two short iterations, beside a file with a reward that fails and one that works."""
+SHORT = {"num_iterations": 2, "batch_size": 16, "max_response_length": 2, "save_every": 1}
+
+
+def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(tmp_path, capsys):
+    wrong, right = (f"{tmp_path}/mine.py:{name}" for name in ("none", "works"))
     (tmp_path / "mine.py").write_text(
         "def none(completions, **_): return [None] * len(completions)\n"
         "def works(completions, **_): return [len(x) for x in completions]\n"
     )
-    rows = [{"prompt": "3 + 5 ?", "answer": "8"}] * 4
-    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
-    return flags | {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
-
-
-def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(short, tmp_path, capsys):
-    mine = f"{tmp_path}/mine.py"
+    flags = SHORT | {"run_dir": tmp_path / "run", "num_iterations": 1}
     for _ in range(2):
-        assert "returned [None" in refused(capsys, run, "grpo", **short, reward=f"{mine}:none")
-    short["num_iterations"] = 1
-    run("grpo", **short, reward=f"{mine}:works", learning_rate=1e-3)
+        assert "returned [None" in refused(capsys, run, "grpo", **flags, reward=wrong)
+    run("grpo", **flags, reward=right)
     before = files_of(tmp_path / "run")
-    said = refused(capsys, run, "grpo", **short, reward=f"{mine}:none", learning_rate=1e-3)
-    assert f"other flags: reward {mine}:works (now {mine}:none). " in said and "learning_rate" not in said
+    said = refused(capsys, run, "grpo", **flags, reward=wrong)
+    assert f"other flags: reward {right} (now {wrong}). " in said
     assert before == files_of(tmp_path / "run")
 
 
-def test_a_resumed_run_names_what_has_changed(short, tmp_path, capsys):
+def test_a_resumed_run_names_what_has_changed(tmp_path, capsys):
     """It names the script, and each flag with both values. The copy of the old script stays, to compare with."""
-    run_dir = tmp_path / "run"
-    run("grpo", **short, anneal_lr=True)
+    flags = SHORT | {"run_dir": tmp_path, "anneal_lr": True}
+    run("grpo", **flags)
     capsys.readouterr()
-    run("grpo", **short, anneal_lr=True)
+    run("grpo", **flags)
     said = capsys.readouterr().out
     assert "(now" not in said and "warning" not in said
-    with (run_dir / "grpo.py").open("a") as file:
+    with (tmp_path / "grpo.py").open("a") as file:
         file.write("# as it was\n")
-    run("grpo", **short | {"num_iterations": 3}, anneal_lr=True, micro_batch_size=4)
-    lines = capsys.readouterr().out.splitlines()
-    assert any(
-        f"{ROOT / 'grpo.py'} has changed" in line and str(run_dir / "grpo.py") in line for line in lines
+    run("grpo", **flags | {"num_iterations": 3}, micro_batch_size=4)
+    said = capsys.readouterr().out
+    assert f"{ROOT / 'grpo.py'} has changed" in said and str(tmp_path / "grpo.py") in said
+    assert (
+        "num_iterations 2 (now 3); the learning rate jumps" in said
+        and "micro_batch_size 64 (now 4)\n" in said
     )
-    length, memory = (line for line in lines if "(now " in line)
-    assert "num_iterations 2 (now 3); the learning rate jumps" in length
-    assert "micro_batch_size 64 (now 4)" in memory and "learning rate" not in memory
-    assert json.loads((run_dir / "args.json").read_text())["num_iterations"] == 3
-    assert (run_dir / "grpo.py").read_text().endswith("# as it was\n")
+    assert json.loads((tmp_path / "args.json").read_text())["num_iterations"] == 3
+    assert (tmp_path / "grpo.py").read_text().endswith("# as it was\n")
 
 
-def test_a_second_process_is_refused(short, tmp_path, capsys):
+def test_a_second_process_is_refused(tmp_path, capsys):
     """It writes nothing while another process trains in the folder."""
-    run("grpo", **short)
-    lock = tmp_path / "run" / "lock"
+    run("grpo", **SHORT, run_dir=tmp_path)
+    lock = tmp_path / "lock"
     second = f"import filelock; filelock.FileLock({str(lock)!r}).acquire(blocking=False)"
     assert "Timeout" in launch("-c", second, check=False).stderr
-    before = files_of(tmp_path / "run")
+    before = files_of(tmp_path)
     grpo.open_run.lock.release()
     with grpo.filelock.FileLock(lock):
-        said = refused(capsys, run, "grpo", **short | {"num_iterations": 3})
-    assert f"--run_dir {tmp_path / 'run'}: another process is training in it" in said
-    assert before == files_of(tmp_path / "run")
+        said = refused(capsys, run, "grpo", **SHORT | {"num_iterations": 3}, run_dir=tmp_path)
+    assert f"--run_dir {tmp_path}: another process is training in it" in said
+    assert before == files_of(tmp_path)
