@@ -29,8 +29,8 @@ COLUMNS += ["tokens_per_second"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a run of four iterations that is killed in iteration 3."""
+def resumed(tmp_path_factory):
+    """The folder of a run that is killed in its iteration 3 of 4 and resumed, and what the resumed run prints."""
     folder = tmp_path_factory.mktemp("console")
     for name in ("train", "heldout"):
         rows = read_jsonl(ROOT / "toy" / f"{name}.jsonl")[:20]
@@ -43,22 +43,16 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         code = resume.run_and_kill(grpo, "append", 5, run, "grpo", run_dir="run", **FLAGS)
-    assert code == -signal.SIGKILL
-    return folder
-
-
-@pytest.fixture(scope="module")
-def said(folder):
-    """What the run prints when it is resumed."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
         result = launch(ROOT / "grpo.py", *words_of(**FLAGS, run_dir="run"), cwd=folder)
-    assert result.stderr == "" and "\r" not in result.stdout  # in a file, a counter leaves nothing
-    return result.stdout
+    assert code == -signal.SIGKILL
+    assert result.stderr == "" and "\r" not in result.stdout  # counters are for terminals only
+    return folder, result.stdout
 
 
-def test_the_table_has_the_numbers_of_the_logs(said, folder):
+def test_the_table_has_the_numbers_of_the_logs(resumed):
     """An iteration is one row. Evaluations and samples follow it on lines of their own."""
+    folder, said = resumed
     assert max(map(len, said.splitlines())) <= 100
     header, table, end = said.split("\n\n")
     assert header.startswith("grpo.py: 1 process on cpu, float32\n")
@@ -91,8 +85,9 @@ def test_means_are_those_of_the_first_and_last_ten_iterations(tmp_path, capsys, 
     assert f"first 10: {first:.3g}, of the last 10: {last:.3g}." in capsys.readouterr().out
 
 
-def test_the_last_lines_of_a_finished_run_are_true(said, folder, monkeypatch, capsys):
-    """Resumed, it prints them again. They name the model, and the command for a longer run."""
+def test_the_last_lines_of_a_finished_run_are_true(resumed, monkeypatch, capsys):
+    """The same command prints them again. They name the model, and the command for a longer run."""
+    folder, said = resumed
     monkeypatch.chdir(folder)
     run("grpo", run_dir="run", **FLAGS)
     again = capsys.readouterr().out
@@ -127,8 +122,9 @@ def test_a_chat_is_shown_as_its_last_message(tmp_path, capsys):
     assert sample["score"] == pytest.approx(-1e3 / 7)
 
 
-def test_one_rank_says_what_is_wrong(folder):
+def test_one_rank_says_what_is_wrong(resumed):
     """Only rank 1 fails here, and rank 0 does not know why. The other lines of stderr come from torchrun."""
+    folder, _ = resumed
     reward = "def f(completions, **_): return [1.0 if os.environ['RANK'] == '0' else None] * len(completions)"
     (folder / "of_rank.py").write_text(f"import os\n\n{reward}\n")
     flags = words_of(**FLAGS | {"reward": "of_rank.py:f", "eval_every": 0})
