@@ -80,7 +80,7 @@ def save_reward_model(folder, tokenizer, pad_token_id=0):
 def test_a_reward_model_reads_prompt_response_and_end(form, pad_token_id, tmp_path):
     """A truncated response stays open, and a response that contains its end has no second one.
 
-    reward_model.py trains on the same ids. A score is the one of the text alone.
+    reward_model.py trains on the same ids. The score of a text does not depend on the texts beside it.
     """
     template, text, end = FORMS[form]
     own = make_tokenizer(bos=True, pad="<eos>")
@@ -108,9 +108,8 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
     judge = model.state_dict()
     model = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy")
     no_head = torch.zeros_like(judge["score.weight"])
-    cases = [
-        (name, tokenizer, judge, judge["score.weight"]) for name in (toy / "reward_model", tmp_path / "more")
-    ]
+    heads = toy / "reward_model", tmp_path / "more"
+    cases = [(name, tokenizer, judge, judge["score.weight"]) for name in heads]
     others = [(name, tokenizer) for name in (tmp_path / "other", "exact_answer", "mine.py:f")]
     cases += [(*x, model.state_dict(), no_head) for x in (*others, (toy / "reward_model", more))]
     for name, known, start, head in cases:
