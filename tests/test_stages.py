@@ -26,8 +26,6 @@ ROWS = [
     {"prompt": "1 - 2 + 3 - 4 ?", "completion": "answer 8"},
     {"prompt": "9 ?", "completion": "think 9 answer 9"},
 ]
-
-
 of_each_stage = pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
 
 
