@@ -1,4 +1,4 @@
-"""Kill or interrupt a training run at a bad moment, and compare the folders of two runs."""
+"""Helpers that kill or interrupt a run at a bad moment, and compare the folders of two runs."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ def kill() -> None:
 
 
 def run_and_kill(module, name: str, number: int, run, *args, **flags) -> int:
-    """Run in a fork that is killed in this call. Returns its exit code."""
+    """Run in a fork that kills itself before the n-th call of a function. Return its exit code."""
 
     def start():
         stop_in_call(pytest.MonkeyPatch(), module, name, number, kill)
@@ -43,7 +43,7 @@ def run_and_kill(module, name: str, number: int, run, *args, **flags) -> int:
 
 @contextmanager
 def interrupted(module, name: str, call: int):
-    """In this block a run ends, as by Ctrl-C, when it calls a function of its script for the n-th time."""
+    """In this block, raise KeyboardInterrupt, as Ctrl-C does, before the n-th call of a function."""
 
     def interrupt():
         raise KeyboardInterrupt
@@ -54,7 +54,7 @@ def interrupted(module, name: str, call: int):
 
 
 def without_clock(path: Path) -> list[dict]:
-    """The lines of a .jsonl without the metrics that depend on the time."""
+    """Return the lines of a .jsonl file without the metrics that depend on the time."""
     lines = [json.loads(line) for line in path.open()]
     for line in lines:
         for name in [name for name in line if name.endswith(("_per_second", "_seconds"))]:
@@ -63,7 +63,7 @@ def without_clock(path: Path) -> list[dict]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Both run folders have the same files, and exactly the same logs, model and checkpoint, apart from times."""
+    """Check that two folders have the same files, and the same bits in logs, models and checkpoints, except times."""
     names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (one, other)]
     assert names[0] == names[1]
     for name in ("metrics.jsonl", "samples.jsonl"):

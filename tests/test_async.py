@@ -1,4 +1,7 @@
-"""flash_reinforce_async.py: which weights sample, and how a run ends. Ranks are forks, which need not import torch."""
+"""Tests of flash_reinforce_async.py: which weights sample, and how a run ends.
+
+Ranks are forks of the process of the test, so that they need not import torch.
+"""
 
 import copy
 import importlib
@@ -20,7 +23,7 @@ FLAGS = {"num_iterations": 5, "micro_batch_size": 4, "learning_rate": 1e-3, "eva
 
 @pytest.fixture(scope="module", autouse=True)
 def parent(tmp_path_factory):
-    """The folder of a run of flash_reinforce.py on one rank. It has few prompts, since every rank reads them."""
+    """The folder of a run of flash_reinforce.py on one rank. Datasets are small, because every rank reads them."""
     folder = tmp_path_factory.mktemp("async")
     for flag, name, rows in (("dataset", "train", 96), ("eval_dataset", "heldout", 9)):
         FLAGS[flag] = write_jsonl(folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / f"{name}.jsonl")[:rows])
@@ -29,14 +32,17 @@ def parent(tmp_path_factory):
 
 
 def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> list[int]:
-    """The exit code of each rank. kill names a rank, and a function in whose third call it dies."""
+    """Run a script on several ranks. kill names a rank and the function in whose third call it is killed.
+
+    Return the exit code of each rank.
+    """
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])
 
     def start(rank: int):
         os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", SAMPLER_RANKS=f"{samplers}")
         os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
-        importlib.reload(module)  # which reads these
+        importlib.reload(module)  # it reads these variables
         if rank == kill[0]:
             resume.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, resume.kill)
         run(module.__name__, **FLAGS | flags, run_dir=run_dir)
@@ -51,7 +57,7 @@ def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> 
 
 
 def assert_same_run(one, other):
-    """To the last bit, except for times and metrics that the parent does not have."""
+    """Compare all bits of metrics and policies, except times and the metrics that only the variant has."""
     own = {"tokens_per_second", "sampling_seconds", "reward_seconds", "update_seconds"}
     own |= {"staleness", "trainer_waited", "sampler_waited"}
     for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
@@ -61,7 +67,7 @@ def assert_same_run(one, other):
 
 
 def test_without_staleness_it_is_the_parent(parent, tmp_path):
-    """Two samplers and two trainers do what two ranks of the parent do."""
+    """This also holds for two samplers and two trainers, and two ranks of the parent."""
     assert train(script, 2, tmp_path / "run", staleness=0) == [0, 0]
     assert_same_run(tmp_path / "run", parent)
     assert train(flash_reinforce, 2, tmp_path / "two") == [0, 0]
@@ -70,7 +76,7 @@ def test_without_staleness_it_is_the_parent(parent, tmp_path):
 
 
 def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
-    """It is the run of one process that keeps old weights."""
+    """The run equals a run of the parent that samples with a copy of its old weights."""
     generate, policies = flash_reinforce.generate, []
 
     def delayed(args, policy, *others, greedy=False):
@@ -93,7 +99,7 @@ def test_a_rollout_has_the_weights_of_n_updates_ago(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rank, function", [(0, "optimizer_step"), (1, "generate")])
 def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, parent, tmp_path):
     codes = train(script, 2, tmp_path / "run", (rank, function), staleness=0, save_every=1)
-    assert codes[rank] == -9 and codes[1 - rank] == 1  # with the traceback of gloo
+    assert codes[rank] == -9 and codes[1 - rank] == 1  # it ends with the traceback of gloo
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
     assert train(script, 2, tmp_path / "run", staleness=0) == [0, 0]
     assert_same_run(tmp_path / "run", parent)

@@ -1,47 +1,154 @@
-"""The data scripts: right answers, held-out prompts, rewards."""
+"""Tests of data: rows with their types, the tokens of texts and chats, the ends of responses, the scripts in data/."""
 
+import json
+from collections import Counter
+
+import datasets
 import gsm8k
+import pytest
 import reversal
+import tokenizers
 import unsure
+from conftest import read_jsonl, write_jsonl
+from zoo import CHAT, make_model, make_tokenizer, refused
+
+import grpo
+
+PROMPT = "3 + 5 ?"
+USER = {"role": "user", "content": PROMPT}
+OPENED = f"<bos> <user> {PROMPT} <end> <model>"
 
 
-def test_lists_have_right_answers_and_hold_out_what_they_say():
-    files = reversal.make_rows()
-    rows = files["train"] + files["test"]
-    questions = [row["prompt"][-1]["content"] for row in rows]
+def test_values_of_a_dataset_keep_their_type(tmp_path):
+    """JSON lines may begin with a BOM, and blank lines are skipped."""
+    answers = [8, 8.5, "007", 2**63, "2026-01-01", True, [1, "a"]]
+    rows = [{"prompt": "3 ?", "answer": answer} for answer in answers]
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\n\n"))
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(rows[2:5:2]).to_parquet(tmp_path / "folder" / "train.parquet")
+    for name, expected in ((path, answers), (tmp_path / "folder", answers[2:5:2])):
+        found = grpo.load_rows(grpo.Args(), str(name), "train", make_model("llama"), make_tokenizer())
+        assert repr([row["answer"] for row in found]) == repr(expected)
+
+
+# Tokens of texts and chats. test_stages.py has more cases, for functions that all scripts share.
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the ids of these words and nothing else."""
+    return make_tokenizer()(text)["input_ids"]
+
+
+def adding(template: str, **special):
+    """Return a tokenizer that adds the special tokens of the template to each text."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(special)
+    tokens = [x for x in (("<eos>", 1), ("<bos>", 2)) if x[0] in template]
+    processor = tokenizers.processors.TemplateProcessing(template, special_tokens=tokens)
+    tokenizer.backend_tokenizer.post_processor = processor
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", [PROMPT, f"<bos> {PROMPT}", f"{PROMPT} <eos>", f"<bos> {PROMPT} <eos>"])
+def test_a_text_has_one_bos_and_its_own_eos(text):
+    """A BOS is added if the tokenizer adds one and the text has none. An EOS is never added."""
+    for template in ("$A", "$A <eos>"):
+        assert grpo.token_ids(adding(template), text) == ids_of(text)
+    for template in ("<bos> $A", "<bos> $A <eos>"):
+        assert grpo.token_ids(adding(template), text) == ids_of(f"<bos> {text.removeprefix('<bos> ')}")
+
+
+def test_a_token_that_is_bos_and_eos_stays_at_both_ends():
+    """Examples are <|endoftext|> of GPT-2, and </s> of OPT, whose tokenizer puts it before a text."""
+    for template, begin in (("$A", ""), ("<eos> $A", "<eos> ")):
+        tokenizer = adding(template, bos_token="<eos>")
+        for text in (PROMPT, f"{PROMPT} <eos>"):
+            assert grpo.token_ids(tokenizer, text) == ids_of(begin + text)
+        assert grpo.token_ids(tokenizer, f"<eos> {PROMPT}") == ids_of(f"<eos> {PROMPT}")
+
+
+def test_the_template_receives_tools_and_options(tmp_path):
+    """An option of a row overrides the option of the flag. None is no option, because parquet fills it in."""
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{% for tool in tools or [] %}= {{tool.function.name}} {% endfor %}"
+    thinking = "{% if enable_thinking is defined %}{{'+' if enable_thinking else '-'}} {% endif %}"
+    tokenizer.chat_template += thinking + CHAT
+    tool = {"type": "function", "function": {"name": "think", "parameters": {}}}
+    rows = [{}, {"tools": [tool, tool]}, {"chat_template_kwargs": {"enable_thinking": False}}]
+    rows.append({"tools": None, "chat_template_kwargs": {"enable_thinking": None}})
+    data = str(write_jsonl(tmp_path / "data.jsonl", [{"prompt": [USER]} | row for row in rows]))
+    for option, begins in (
+        (None, ["", "= think = think ", "- ", ""]),
+        ({"enable_thinking": True}, ["+ ", "= think = think + ", "- ", ""]),
+    ):
+        args = grpo.Args(chat_template_kwargs=option)
+        found = grpo.load_rows(args, data, "train", make_model("llama"), tokenizer)
+        assert [row["prompt_ids"] for row in found] == [ids_of(begin + OPENED) for begin in begins]
+
+
+@pytest.mark.parametrize(
+    "end, right", [("<end>", [1, 3]), ("<end>\n", [1, 3]), ("= 9", [1]), ("<eos>\n", [1]), ("", [1])]
+)
+@pytest.mark.parametrize("configured", [None, 1, [1, 7]])
+def test_the_special_token_that_ends_a_turn_ends_a_response(end, right, configured):
+    """A newline after it, or an end in plain words, must not end a response, because texts contain them, too."""
+    tokenizer, model = make_tokenizer(), make_model("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<user>", "<model>"]})
+    tokenizer.add_tokens("\n")
+    assert tokenizer("9\n")["input_ids"] == [15, len(tokenizer) - 1]
+    tokenizer.chat_template = CHAT.replace(" <end> ", f" {end}")
+    model.generation_config.eos_token_id = configured
+    if isinstance(configured, list):
+        right = sorted({*right, *configured})
+    assert grpo.eos_ids(model, tokenizer) == right
+    tokenizer.chat_template = None
+    assert grpo.eos_ids(model, tokenizer) == ([1, 7] if isinstance(configured, list) else [1])
+
+
+def test_a_text_beyond_the_first_positions_of_longrope_is_refused(capsys):
+    """A longer text changes the factors of all positions, and so the log-probs of the short texts in its batch."""
+    model = make_model("llama")
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 8}
+    grpo.check_positions("a text:", model, 8)
+    assert "the model has 8 positions" in refused(capsys, grpo.check_positions, "a text:", model, 9)
+
+
+# data/
+
+
+def test_lists_have_right_answers_and_new_held_out_prompts(tmp_path, monkeypatch):
+    """Each level has held-out prompts, and only the first level is trained on."""
+    monkeypatch.setattr(reversal, "FOLDER", tmp_path / "reversal")
+    reversal.main()
+    train, test = (read_jsonl(tmp_path / "reversal" / f"{x}.jsonl") for x in ("train", "test"))
+    assert reversal.make_rows() == {"train": train, "test": test}
+    assert Counter(row["group"] for row in train) == {"3 words": 1000}
+    levels = {level: 32 for level in ("3 words", "3 new words", "4 words")}
+    assert Counter(row["group"] for row in test) == levels | {"plain questions": len(reversal.QUESTIONS)}
+    questions = [row["prompt"][-1]["content"] for row in train + test]
     assert len(set(questions)) == len(questions)
-    for row in rows:
+    assert not {*reversal.WORDS} & {*reversal.NEW_WORDS}
+    for row, question in zip(train + test, questions):
         if row["group"] != "plain questions":
-            words = row["prompt"][-1]["content"].removeprefix("Reverse the order: ").split(", ")
+            words = question.removeprefix("Reverse the order: ").split(", ")
+            assert len({*words}) == int(row["group"][0]) and len(row["prompt"]) == 4
+            assert {*words} <= {*(reversal.NEW_WORDS if "new" in row["group"] else reversal.WORDS)}
             assert row["answer"] == ", ".join(reversed(words))
             assert row["prompt"][-3]["content"] not in questions  # the solved example
 
 
 def test_scores_of_lists():
-    """An answer is right as a whole; a plain question is answered in a sentence."""
+    """A whole list must be right. The answer to a plain question may be a part of a sentence."""
     texts, answers = ["b, a", " b, a\n", "b, a, a", "b", "It is Paris.", "Rome"], ["b, a"] * 4 + ["Paris"] * 2
     groups = ["3 words"] * 4 + ["plain questions"] * 2
     assert reversal.score(texts, answers, groups, prompts=[]) == [1, 1, 0, 0, 1, 0]
 
 
-# What a response may end with when 42 is right, and what scores 0
-RIGHT = [
-    "#### 42",
-    "#### $42.00",
-    r"#### \$42",
-    "#### **42**",
-    r"#### \boxed{42}",
-    "#### 42 dollars",
-    "#### 42.",
-]
-RIGHT += [
-    "####42",
-    "#### 42%",
-    "#### x = 42",
-    "####\n42",
-    "#### 7\n#### 42",
-    "#### 42\n\nIn May she sold 42 of 50.",
-]
+# What a response may end with if 42 is right, and what scores 0
+RIGHT = ["#### 42", "#### $42.00", r"#### \$42", "#### **42**", r"#### \boxed{42}", "#### 42 dollars"]
+RIGHT += ["#### 42.", "####42", "#### 42%", "#### x = 42", "####\n42", "#### 7\n#### 42"]
+RIGHT += ["#### 42\n\nIn May she sold 42 of 50."]
 WRONG = [
     "42",
     "####",
@@ -49,19 +156,10 @@ WRONG = [
     "#### 41",
     "#### 42\n#### 41",
     "#### 42 ####",
-    "#### -42",
     "#### -$42",
     "#### \u221242",
 ]
-WRONG += [
-    "#### 5 + 37",
-    "#### 6*7",
-    "#### 84/2",
-    "#### 18^(10^9)",
-    "#### 41, 42",
-    "#### 42 or 41",
-    "#### {41, 42}",
-]
+WRONG += ["#### 5 + 37", "#### 84/2", "#### 18^(10^9)", "#### 41, 42", "#### 42 or 41", "#### {41, 42}"]
 WRONG += [
     "#### 1 1 1 42",
     "#### 10:42",
@@ -73,7 +171,7 @@ WRONG += [
 ]
 
 
-def test_gsm8k_takes_one_number_and_computes_nothing():
+def test_gsm8k_accepts_one_number_and_computes_nothing():
     scores = gsm8k.reward(RIGHT + WRONG, ["42"] * len(RIGHT + WRONG))
     assert dict(zip(RIGHT + WRONG, scores)) == dict.fromkeys(RIGHT, 1.0) | dict.fromkeys(WRONG, 0.0)
 
@@ -81,11 +179,28 @@ def test_gsm8k_takes_one_number_and_computes_nothing():
 def test_gsm8k_reads_numbers_in_answers_as_in_responses():
     pairs = {"#### 1,234,567": "1234567", "#### 1000.0": "1,000", "#### -$5": "-5", "#### 0.5": ".5"}
     assert gsm8k.reward([*pairs], [*pairs.values()]) == [1.0] * len(pairs)
-    assert gsm8k.reward(["#### none"], ["none"]) == [0.0]  # an answer that cannot be read pays nobody
+    assert gsm8k.reward(["#### none"], ["none"]) == [0.0]
+
+
+def test_the_files_of_gsm8k(tmp_path, monkeypatch):
+    """Each split has its own file. The answer is the number at the very end of the solution."""
+
+    def load_dataset(name, config, split):
+        assert (name, config) == ("openai/gsm8k", "main")
+        return [{"question": f" {split}? ", "answer": f"<<1+1=2>> #### 2 is half of\n#### {len(split)},000"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(gsm8k, "FOLDER", tmp_path / "gsm8k")
+    gsm8k.main()
+    for split in ("train", "test"):
+        [row] = map(json.loads, (tmp_path / "gsm8k" / f"{split}.jsonl").open())
+        assert row["answer"] == f"{len(split)},000"
+        [question] = row["prompt"]
+        assert question == {"role": "user", "content": f"{split}?\n\n{gsm8k.TASK}"}
 
 
 def test_chains_of_a_policy_that_is_unsure():
-    """No prompt is in both files. The demonstrations have one to eight results for each of the 200 sums, one right."""
+    """No prompt is in both files. Demonstrations give each of the 200 sums one to eight results, one of them right."""
     files = unsure.make_data(0)
     prompts = [row["prompt"] for row in files["train"] + files["heldout"]]
     assert len(prompts) == len({*prompts}) == 2200 and files == unsure.make_data(0)
@@ -102,7 +217,7 @@ def test_chains_of_a_policy_that_is_unsure():
 
 
 def test_the_share_of_right_steps():
-    """A step is judged from the result before it. A response that does not work out its chain scores 0."""
+    """A step may start from a wrong result. A response that does not work out the whole prompt scores 0."""
     right = "think 3 + 5 = 8 - 9 = 9 answer 9"
     texts = {right: 1, "think 3 + 5 = 7 - 9 = 8 answer 8": 0.5, "think 3 + 5 = 7 - 9 = 9 answer 9": 0}
     texts |= dict.fromkeys((right[6:], right[:-2], right + " 9", right.replace("5", "6"), "answer 9", ""), 0)

@@ -1,6 +1,6 @@
-"""Every metric of docs/metrics.md once more, as plain loops over what a run had at that moment, on one rank and on two.
+"""Tests of the metrics in docs/metrics.md: plain loops compute each of them again, on one rank and on two.
 
-Of policy scripts and variants driver.py records rollouts, the batches of their losses, and gradients.
+For policy scripts and variants, driver.py records rollouts, the batches of their losses, and gradients.
 """
 
 import copy
@@ -23,12 +23,12 @@ from zoo import STAGE_DATA, few, held_out, record, recorded, run_stage
 import grpo
 
 VARIANTS = sync.variants()  # with their parents
-TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # one has nothing to shard, and cannot sample and train
+TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # they need two ranks
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def flags_of(name: str, folder) -> dict:
-    """The policy moves far, and each gradient is clipped. A rollout is two steps."""
+    """Return flags with which the policy moves far, and each gradient is clipped. A rollout has two steps."""
     script = importlib.import_module(name)
     flags = {"micro_batch_size": 3, "learning_rate": 4e-3, "warmup_iterations": 4}
     flags |= {"max_grad_norm": 0.05, "eval_every": 2, "eval_dataset": folder / f"{name}_heldout.jsonl"}
@@ -43,7 +43,7 @@ def flags_of(name: str, folder) -> dict:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def runs(request, tmp_path_factory):
-    """The folder, and what each rank saw of the scripts to test, in one launch."""
+    """The folder of the runs, and what each rank has recorded of each script that is tested. It is one launch."""
     folder, cases = tmp_path_factory.mktemp("metrics"), {}
     items = [item for item in request.session.items if "runs" in item.fixturenames]
     wanted = {item.callspec.params["name"] for item in items if item.path == request.path}
@@ -53,7 +53,7 @@ def runs(request, tmp_path_factory):
         flags = flags_of(name, folder) | {"run_dir": folder / name}
         cases[name] = {"script": name, "sample": True, "flags": flags}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in"))  # it has a vllm
+        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "stand_in"))  # for grpo_vllm.py
         return folder, dict(zip(cases, record(folder, [*cases.values()], request.param)))
 
 
@@ -62,19 +62,19 @@ def assert_on_page(line: dict) -> None:
 
 
 def last_iteration(folder, seen: list[dict]):
-    """Its line of metrics.jsonl, the events of each rank, and the norms of the gradients."""
+    """Return the line of metrics.jsonl, the events of each rank, and the norms of the gradients."""
     line, ranks = read_jsonl(folder / "metrics.jsonl")[-1], []
     assert_on_page(line)
     for events in (rank["events"] for rank in seen):
         ends = [i for i, (name, _) in enumerate(events) if name == "log"]
-        if ends:  # else it only samples
+        if ends:  # a rank that only samples logs nothing
             ranks.append(events[ends[-2] : ends[-1] + 1])
     steps = sum(name == "step" for name, _ in ranks[0])
     return line, ranks, [float(x.double().norm()) for x in seen[0]["gradients"][-steps:]]
 
 
 def steps_of(ranks, kind: str) -> list[list[dict]]:
-    """The tensors of one kind of event on all ranks, for each optimizer step; what comes after the last is one more."""
+    """Return the tensors of one kind of event on all ranks, for each step. Events after the last step are one more."""
     steps = {}
     for events in ranks:
         step = 0
@@ -90,7 +90,7 @@ def rows_of(key: str, rollouts: list[dict]) -> list[list[float]]:
 
 
 def texts_of(tokenizer, rollouts: list[dict]) -> list[list[str]]:
-    """Prompt and response of each row; a response has the results of a tool."""
+    """Return the texts of prompt and response of each row. A response contains the results of tools."""
     texts = []
     for rollout in rollouts:
         T = rollout["response_mask"].shape[1]
@@ -109,7 +109,7 @@ def of_evaluation(args, tokenizer, ranks) -> dict[str, float]:
 
 def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
     [rollouts] = steps_of(ranks, "compute_advantages")
-    # What is sampled, and in dapo.py not trained on, counts in the scores.
+    # In dapo.py, the scores include the responses that are not trained on.
     sampled = chain(*steps_of(ranks, "generate")) if name == "dapo" else rollouts
     prompts, texts = zip(*texts_of(tokenizer, sampled))
     scores, line = driver.right_or_wrong(texts), {}
@@ -123,16 +123,14 @@ def of_rollout(name: str, args, tokenizer, ranks) -> dict[str, float]:
         line["equal_groups"] = mean(len({*scores[i : i + k]}) == 1 for i in range(0, len(scores), k))
     entropy = rows_of("entropy", rollouts)
     line |= {"response_length": mean(map(len, entropy)), "entropy": mean(chain(*entropy))}
-    scores = [
-        *chain(*(rollout["raw_scores"].tolist() for rollout in rollouts))
-    ]  # of the responses to train on
+    scores = [x for rollout in rollouts for x in rollout["raw_scores"].tolist()]  # of responses to train on
     line["score_std"] = statistics.pstdev(scores)
     for part, is_in in {"above": float.__gt__, "below": float.__lt__}.items():
         lengths = [len(row) for row, x in zip(entropy, scores) if is_in(x, mean(scores))]
         line[f"response_length/{part}"] = mean(lengths)
     if name == "ppo":
         scores = chain(*(rollout["scores"].tolist() for rollout in rollouts))
-        to_come = []  # after each token, without the values of the critic
+        to_come = []  # the return of each token, without values of the critic
         for kl, x in zip(rows_of("kl", rollouts), scores, strict=True):
             to_come += [x - args.kl_coef * sum(kl[t:]) for t in range(len(kl))]
         values = chain(*rows_of("values", rollouts))
@@ -161,7 +159,7 @@ def num_tokens(batches: list[dict]) -> int:
 
 @torch.no_grad()
 def of_steps(name: str, args, ranks, norms: list[float]) -> dict[str, float]:
-    """Means over the optimizer steps. The losses of a step are those of references.py."""
+    """Return means over the optimizer steps. references.py computes the losses of a step."""
     method, steps, sums = VARIANTS.get(name, name), steps_of(ranks, "policy_loss"), Counter()
     loss_of, without_kl = getattr(references, f"{method}_loss"), copy.copy(args)
     without_kl.kl_coef = 0.0
@@ -221,7 +219,7 @@ def test_equal_scores_are_neither_above_nor_below_their_mean(score):
 
 @pytest.mark.parametrize("name", STAGE_DATA)
 def test_stages(name, tmp_path, monkeypatch):
-    """From what the models give, in the last of two steps. Micro-batches and ranks: test_ranks.py."""
+    """The loops use the outputs of the models in the last of two steps. test_ranks.py tests micro-batches and ranks."""
     script, rows = importlib.import_module(name), read_jsonl(few(name, 48, tmp_path))
     for i, row in enumerate(rows):
         row |= {"margin": i % 3 / 2, "group": i % 3 / 2}

@@ -1,20 +1,16 @@
-"""The three kinds of reward, and how a score is processed before the advantage."""
+"""Tests of the three kinds of rewards, and of what happens to a score before the advantage is computed."""
 
-import copy
 import importlib
 import json
 import sys
 from importlib.machinery import PathFinder
 
-import datasets
 import driver
 import pytest
 import torch
 import transformers
 from conftest import ROOT, write_jsonl
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-from zoo import PAIRS, make_model, make_tokenizer, recorded, refused, run, run_stage, save
+from zoo import CHAT, make_model, make_tokenizer, recorded, refused, run, save
 
 import grpo
 import ppo
@@ -23,66 +19,44 @@ import reward_model
 PROMPTS = ["3 + 5 ?", "1 - 2 + 3 - 4 ?", "9 - 9 ?"]
 RESPONSES = ["think 3 + 5 = 8 answer 8", "answer 8", "think 9 answer 1 answer"]
 ENDED = [True, False, True]
-CHATS = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
-TEMPLATE = "{% for m in messages %}{{ m.content }} "
-TEMPLATE += "{% if m.role == 'user' %}= {% else %}<eos> -{% endif %}{% endfor %}"
 DATA = [{"prompt": p, "answer": a} for p, a in zip(PROMPTS, "880")]
 ROWS = [row | {"prompt_ids": [0]} for row in DATA]
-
-
-def scores(reward: str, tokenizer=None, rows=ROWS, texts=RESPONSES, ended=ENDED, **flags):
-    """The scores of responses, from a rollout as generate makes it, with prompts of one token."""
-    tokenizer = tokenizer or make_tokenizer()
-    responses = []
-    for text, has_eos in zip(texts, ended):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [1] * has_eos
-        responses.append(torch.tensor(ids))
-    masks = [torch.ones_like(ids, dtype=torch.bool) for ids in responses]
-    rollout = {
-        "sequences": pad(pad_sequence(responses, batch_first=True), (1, 0)),
-        "response_mask": pad_sequence(masks, batch_first=True),
-        "old_logprobs": torch.zeros(len(texts)),
-        "truncated": ~torch.tensor(ended),
-    }
-    loaded = grpo.load_reward(grpo.Args(device="cpu", **flags), str(reward))
-    return grpo.score(loaded, tokenizer, rows, rollout)
+UNUSUAL = "{% for m in messages %}{{ m.content }} {{ '=' if m.role == 'user' else '<eos> -' }} {% endfor %}"
+# The template, and what a reward model reads, written by hand: prompt and response, and the end of a response
+FORMS = {
+    "text": (CHAT, "<bos> {} {}", " <eos>"),
+    "chat": (CHAT, "<bos> <user> {} <end> <model> {}", " <end>"),
+    "chat with an unusual end": (UNUSUAL, "{} = {}", " <eos> -"),
+}
 
 
 def test_exact_answer_compares_what_follows_the_last_answer():
-    """Spaces and newlines around either do not count."""
+    """Spaces and newlines around the two do not count."""
     texts = ["answer 3 answer  8 ", "answer 8 answer 3", "answer 8 or 9", " 8", "answer 8", "answer\n8"]
     assert grpo.exact_answer(texts, answer=[8, "8", "8", "8", "8\n", " 8"]) == [1, 0, 0, 1, 1, 1]
     assert grpo.exact_answer(["answer Yes", "answer 8.0"], answer=["yes", 8]) == [0, 0]
 
 
 def test_a_function_is_called_by_keyword_with_copies_of_every_column(tmp_path):
-    """What it does to a prompt is not seen by the next iteration. Only some rows have a hint."""
+    """If it changes a prompt, the next iteration does not see it. Only some rows have a hint."""
     rows = [row | {"prompt": [{"content": row["prompt"]}]} for row in ROWS]
     rows[1]["hint"] = "think"
-    before = copy.deepcopy(rows)
+    before, tokenizer = repr(rows), make_tokenizer()
     (tmp_path / "mine.py").write_text(
-        "import math\n"
         "def length(completions, truncated, prompts, answer, **columns):\n"
         f"    assert completions == {RESPONSES} and prompts == {[row['prompt'] for row in rows]}\n"
         "    assert answer == ['8', '8', '0'] and truncated == [False, True, False]\n"
         "    assert columns['hint'] == [None, 'think', None]\n"
         "    prompts[0].append('more')\n"
-        "    return [math.sqrt(len(text.split())) for text in completions]\n"
+        "    return [len(text.split()) / 2 for text in completions]\n"
     )
-    found = scores(f"{tmp_path}/mine.py:length", rows=rows)
-    assert found.tolist() == pytest.approx([8**0.5, 2**0.5, 5**0.5]) and rows == before
-
-
-def test_values_of_a_dataset_keep_their_type(tmp_path):
-    """One 8.5 among integers, numbers and dates in quotes, a number beyond 64 bits."""
-    answers = [8, 8.5, "007", 2**63, "2026-01-01", True, [1, "a"]]
-    rows = [{"prompt": "3 ?", "answer": answer} for answer in answers]
-    path = write_jsonl(tmp_path / "data.jsonl", rows)
-    (tmp_path / "folder").mkdir()
-    datasets.Dataset.from_list(rows[2:5:2]).to_parquet(tmp_path / "folder" / "train.parquet")
-    for name, expected in ((path, answers), (tmp_path / "folder", answers[2:5:2])):
-        found = grpo.load_rows(grpo.Args(), str(name), "train", make_model("llama"), make_tokenizer())
-        assert repr([row["answer"] for row in found]) == repr(expected)
+    ids, mask = grpo.left_pad(
+        [tokenizer(x)["input_ids"] + [1] * end for x, end in zip(RESPONSES, ENDED)], "cpu"
+    )
+    rollout = {"sequences": ids, "response_mask": mask.bool(), "truncated": ~torch.tensor(ENDED)}
+    reward = grpo.load_reward(grpo.Args(), f"{tmp_path}/mine.py:length")
+    found = grpo.score(reward, tokenizer, rows, rollout | {"old_logprobs": torch.zeros(3)})
+    assert found.tolist() == [4.0, 1.0, 2.5] and repr(rows) == before
 
 
 def test_scores_are_normalized_and_then_clipped():
@@ -101,53 +75,33 @@ def save_reward_model(folder, tokenizer, pad_token_id=0):
     save(folder, transformers.LlamaForSequenceClassification(config), tokenizer)
 
 
-def assert_scores(found, folder, texts: list[list[int]]):
-    """The scores are those of each text alone, from the saved model's last hidden state."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts]
-        expected = torch.stack([model.score(x)[0] for x in hidden])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])  # a separate token, EOS, none
-@pytest.mark.parametrize("chats", [False, True])
-def test_a_reward_model_reads_prompt_response_and_end_as_its_own_tokenizer_does(
-    tmp_path, tokenizer, chats, pad_token_id
-):
-    """The policy's words have other ids. The turn of a truncated response stays open, and others have one end."""
-    own = make_tokenizer(bos=True, chat=True, pad="<eos>")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reward_model_reads_prompt_response_and_end(form, pad_token_id, tmp_path):
+    """A truncated response stays open, and a response that contains its end has no second one.
+
+    reward_model.py trains on the same ids. The score of a text does not depend on the texts beside it.
+    """
+    template, text, end = FORMS[form]
+    own = make_tokenizer(bos=True, pad="<eos>")
+    own.chat_template = template
     save_reward_model(tmp_path, own, pad_token_id)
-    assert tokenizer("think")["input_ids"] != own("think", add_special_tokens=False)["input_ids"]
-    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if chats else ROWS
-    texts = []
-    for prompt, response, end in zip(PROMPTS, RESPONSES, ENDED):
-        text = f"<user> {prompt} <end> <model> {response}" + " <end>" * end  # as the template ends a turn
-        if not chats:  # a text stays a text
-            text = f"{prompt} {response}" + " <eos>" * end
-        texts.append(own(text)["input_ids"])  # with its BOS
-    assert_scores(scores(tmp_path, tokenizer, rows, micro_batch_size=2), tmp_path, texts)
-
-
-@pytest.mark.parametrize("rows", [PAIRS, CHATS], ids=["texts", "chats"])
-def test_a_policy_reads_texts_and_chats_as_they_were_learned(rows, tmp_path):
-    """The saved tokenizer has the template for chats only."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    start = save(tmp_path / "start", make_model("llama"), tokenizer)
-    data, folder = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run" / "model"
-    run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=1, run_dir=tmp_path / "run")
-    own = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = [reward_model.encode(own, row["prompt"], row["chosen"]) for row in rows]
-    form = "{} = {} <eos> -" if rows is CHATS else "{} {} <eos>"
-    assert own.batch_decode(ids) == [form.format(row["prompt"], row["chosen"]) for row in PAIRS]
-    responses = [row["chosen"] for row in rows]
-    assert_scores(scores(folder, rows=rows, texts=responses, ended=[True] * 3), folder, ids)
+    prompts = PROMPTS if form == "text" else [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    responses = [RESPONSES[0] + end, *RESPONSES[1:]]
+    reward = grpo.load_reward(grpo.Args(device="cpu", micro_batch_size=2), str(tmp_path))
+    found = reward(prompts=prompts, completions=responses, truncated=[not x for x in ENDED])
+    texts = [text.format(*pair) + end * has_end for *pair, has_end in zip(PROMPTS, RESPONSES, ENDED)]
+    id_lists = [own(x, add_special_tokens=False)["input_ids"] for x in texts]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in id_lists]
+    assert found == pytest.approx([float(model.score(x)) for x in hidden], rel=0, abs=1e-5)
+    assert reward_model.encode(own, prompts[2], responses[2]) == id_lists[2]
 
 
 def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
-    """The reward model may know more words than the policy, but not fewer."""
-    save_reward_model(tmp_path / "other", make_tokenizer())  # its digits have other ids than the toy's
+    """The reward model may have more tokens than the policy, but not fewer or others."""
+    save_reward_model(tmp_path / "other", make_tokenizer())  # with other ids for the digits
     toy, more = ROOT / "toy", transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
     more.add_tokens(["another"])
     model = transformers.AutoModelForSequenceClassification.from_pretrained(toy / "reward_model")
@@ -155,15 +109,13 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
     judge = model.state_dict()
     model = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy")
     no_head = torch.zeros_like(judge["score.weight"])
-    cases = [
-        (name, tokenizer, judge, judge["score.weight"]) for name in (toy / "reward_model", tmp_path / "more")
-    ]
+    heads = toy / "reward_model", tmp_path / "more"
+    cases = [(name, tokenizer, judge, judge["score.weight"]) for name in heads]
     others = [(name, tokenizer) for name in (tmp_path / "other", "exact_answer", "mine.py:f")]
     cases += [(*x, model.state_dict(), no_head) for x in (*others, (toy / "reward_model", more))]
     for name, known, start, head in cases:
         critic = ppo.load_critic(ppo.Args(reward=str(name), device="cpu"), model, known)
-        shared = {*map(id, critic.parameters())} & {*map(id, model.parameters())}
-        assert not shared  # they have an optimizer each
+        assert not {*map(id, critic.parameters())} & {*map(id, model.parameters())}
         critic = critic.state_dict()
         assert torch.equal(critic.pop("head.weight"), head)
         assert all(torch.equal(x, start[key.replace("decoder.", "model.", 1)]) for key, x in critic.items())
@@ -171,7 +123,7 @@ def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_pat
 
 @pytest.mark.parametrize("script", ["grpo", "remax", "gdpo"])
 def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
-    """In remax.py the greedy response gets its own penalty, in gdpo.py each reward. Raw ones: test_metrics.py."""
+    """In remax.py the greedy response has a penalty of its own, and in gdpo.py each reward has one."""
     module = importlib.import_module(script)
     scored, generated = recorded(monkeypatch, module, "score"), recorded(monkeypatch, module, "generate")
     advantages = recorded(monkeypatch, module, "compute_advantages")
@@ -187,18 +139,6 @@ def test_a_run_trains_on_processed_scores(script, tmp_path, monkeypatch):
         penalized = raw.view(len(raw), -1) - 0.5 * sampled["truncated"][:, None]
         expected = (2 * penalized).clamp(-1, 1).view_as(raw)
         torch.testing.assert_close(rollout[name], expected.repeat_interleave(16 // len(raw), 0))
-
-
-@pytest.mark.parametrize("chats", [False, True])
-@pytest.mark.parametrize("completion", ["answer 8", "answer 8 {end}"])
-def test_a_completion_that_has_its_end_gets_no_second_one(chats, completion, tmp_path):
-    own, end = make_tokenizer(bos=True, chat=True), "<end>" if chats else "<eos>"
-    save_reward_model(tmp_path, own)
-    text = "<bos> <user> 9 ? <end> <model> answer 8 <end>" if chats else "<bos> 9 ? answer 8 <eos>"
-    prompt = [{"role": "user", "content": "9 ?"}] if chats else "9 ?"
-    reward = grpo.load_reward(grpo.Args(device="cpu"), str(tmp_path))
-    found = reward(prompts=[prompt], completions=[completion.format(end=end)], truncated=[False])
-    assert_scores(torch.tensor(found), tmp_path, [own(text, add_special_tokens=False)["input_ids"]])
 
 
 def test_an_eval_reward_needs_its_columns_in_the_held_out_rows_only(tmp_path):
@@ -228,46 +168,37 @@ def spawn(completions, **columns): return in_a_pool(completions, "spawn")
 """
 
 
-@pytest.fixture
-def judge(tmp_path, monkeypatch):
-    """Write a reward file with a neighbor that it imports. Its scores are that factor times the length of a text."""
+def save_judge(folder, name: str, factor: int) -> str:
+    """Save a reward file and a neighbor that it imports. It scores a text with its length times the factor."""
+    neighbor = f"{folder.name}_{factor}"
+    (folder / neighbor).mkdir()
+    (folder / neighbor / f"{name}.py").write_text(JUDGE.format(neighbor=neighbor))
+    (folder / neighbor / f"{neighbor}.py").write_text(f"factor = {factor}\n")
+    return f"{folder}/{neighbor}/{name}.py"
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_reward_file_may_import_its_neighbor_and_use_processes(start, tmp_path, monkeypatch):
+    """A second function of the same file, such as --eval_reward, may do so too."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    names = []
-
-    def write(name: str, factor: int) -> str:
-        neighbor = f"neighbor_{factor}"
-        folder = tmp_path / neighbor
-        folder.mkdir()
-        (folder / f"{name}.py").write_text(JUDGE.format(neighbor=neighbor))
-        (folder / f"{neighbor}.py").write_text(f"factor = {factor}\n")
-        names.extend({name, neighbor} - {*sys.modules})
-        return f"{folder}/{name}.py"
-
-    yield write
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize("start", ["alone", "fork", "spawn"])
-def test_a_reward_file_may_import_its_neighbor_and_use_processes(start, judge):
-    """Also the second function of one file, as --eval_reward."""
-    file = judge(f"judge_{start}", 2)
+    file = save_judge(tmp_path, f"judge_{start}", 2)
     for function in ("alone", start):
         reward = grpo.load_reward(grpo.Args(), f"{file}:{function}")
         assert reward(completions=["9", "9 +"]) == [2, 6]
 
 
-def test_reward_files_with_the_name_of_another_module_or_of_each_other(judge):
-    files = [judge("json", 1), judge("mine", 2), judge("mine", 3)]
+def test_reward_files_with_the_name_of_another_module_or_of_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    files = [save_judge(tmp_path, *x) for x in (("json", 1), ("mine", 2), ("mine", 3))]
     rewards = [grpo.load_reward(grpo.Args(), f"{file}:alone") for file in files]
     assert [reward(completions=["9 +"]) for reward in rewards] == [[3], [6], [9]]
     assert importlib.import_module("json").loads("[1]") == [1]
-    assert PathFinder.find_spec("json").origin == json.__file__  # not the one beside the reward
+    assert PathFinder.find_spec("json").origin == json.__file__  # not the file of the reward
 
 
 @pytest.mark.parametrize("case", [{"reward": "minus"}, {"reward_zscore": True}, {"missing_eos_penalty": 0.5}])
 def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
-    """Its advantages would have the wrong sign. The corrected command runs in the same folder."""
+    """With other scores, its advantages could have the wrong sign. The corrected command runs in the same folder."""
     (tmp_path / "mine.py").write_text(
         "def half(completions, **_): return [float(i % 2) for i in range(len(completions))]\n"
         "def minus(completions, **_): return [x - 1 for x in half(completions)]\n"
@@ -279,37 +210,3 @@ def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
     assert "scores of 0 and 1" in refused(capsys, run, "maxrl", **flags | wrong)
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     run("maxrl", **flags, reward=f"{tmp_path}/mine.py:half")
-
-
-def toy_teacher(folder, **changes) -> str:
-    """The toy's teacher with another configuration of its positions or another number of outputs."""
-    teacher = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "teacher")
-    teacher.resize_token_embeddings(changes.pop("vocab_size", None), mean_resizing=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "teacher")
-    tokenizer.add_tokens(changes.pop("tokens", []))
-    teacher.config.update(changes)
-    return save(folder, teacher, tokenizer)
-
-
-TEACHERS = ["gkd", "distill", "sdpo", "outputs of gkd", "tokens of gkd", "tokens of distill"]
-
-
-@pytest.mark.parametrize("case", TEACHERS)
-def test_a_teacher_that_cannot_read_the_texts_is_refused(case, tmp_path, capsys):
-    """It has fewer positions than a prompt and its response, or more outputs or tokens than the policy."""
-    rows = [row | {"demonstration": "3 + " * 120} for row in DATA[:1] * 16]
-    flags = {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
-    expected = "--teacher", "tokens, but the model has 6 positions"
-    if case == "sdpo":
-        expected = "--template", "249 tokens, but the model has 128 positions"
-    elif "outputs" in case:
-        flags["teacher"] = toy_teacher(tmp_path / "teacher", vocab_size=24)
-        expected = "--teacher has 24", "--model 19"
-    elif "tokens" in case:
-        flags["teacher"] = toy_teacher(tmp_path / "teacher", vocab_size=19, tokens=["more"])
-        expected = "--teacher", "with the tokens of --model"
-    else:
-        flags["teacher"] = toy_teacher(tmp_path / "teacher", max_position_embeddings=6)
-    said = refused(capsys, run, case.split()[-1], **flags, max_response_length=5)
-    assert all(words in said for words in expected), said
-    assert not (tmp_path / "run" / "checkpoint.pt").exists()

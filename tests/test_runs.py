@@ -1,11 +1,13 @@
-"""A run resumes after anything with the same command, and its folder holds the result."""
+"""The same command resumes a run after any interruption, and the folder of the run contains its result."""
 
 import importlib
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
+import sys
 from itertools import combinations
 from statistics import fmean
 
@@ -25,24 +27,33 @@ FLAGS = {"num_iterations": 5, "save_every": 2, "eval_every": 2, "log_every": 1, 
 
 @pytest.fixture
 def flags(tmp_path):
-    """Of a run of five iterations with a checkpoint and an evaluation after 2 and 4."""
+    """The flags of a run of five iterations, which saves a checkpoint and evaluates after iterations 2 and 4."""
     rows = read_jsonl(ROOT / "toy" / "heldout.jsonl")[::30]
     return FLAGS | {"eval_dataset": write_jsonl(tmp_path / "heldout.jsonl", rows)}
 
 
-def test_a_killed_run_resumes_to_the_last_bit(flags, tmp_path):
-    """It is killed while it writes the second checkpoint, and while it writes model/."""
+def files_of(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_killed_again_and_again_resumes_to_the_last_bit(flags, tmp_path):
+    """The kills come while the folder is made, and while a checkpoint and the model are written."""
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
-    for place in ((torch, "save", 2), (transformers.PreTrainedTokenizerFast, "save_pretrained", 1)):
-        assert resume.run_and_kill(*place, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
+    places = [(grpo.filelock.FileLock, "acquire"), (grpo, "replacing"), (os, "fsync"), (os, "replace")]
+    places += [(shutil, "copy"), (torch, "save"), (transformers.PreTrainedTokenizerFast, "save_pretrained")]
+    for module, name in places:
+        call = 2 if name == "save" else 1  # the second checkpoint takes the place of the first
+        assert (
+            resume.run_and_kill(module, name, call, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
+        )
     run("grpo", run_dir=killed, **flags)
     resume.assert_same_run(tmp_path / "whole", killed)
 
 
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
 def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
-    """It stops in iteration 4, in a line of the metrics. What it had logged since iteration 2 is not there twice."""
+    """It stops in iteration 4, in the middle of a line of the metrics. No line since iteration 2 is logged twice."""
     flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
     with resume.interrupted(importlib.import_module(script), "compute_advantages", call=4):
@@ -56,7 +67,7 @@ def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
-    """Nothing that it had logged is there twice, and a user's file stays."""
+    """No line is logged twice, and a file of the user in the folder of the run is left alone."""
     flags |= {"save_every": 0, "run_dir": tmp_path / "run"}
     with resume.interrupted(grpo, "compute_advantages", call=3):
         run("grpo", **flags)
@@ -82,30 +93,34 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_a_finished_run_has_its_result_and_keeps_it(script, tmp_path):
-    run(script, run_dir=tmp_path, **FLAGS)
-    names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "model", "samples.jsonl", f"{script}.py"}
+    """model/ is the latest model. With --keep_models, each saved model is kept."""
+    run(script, run_dir=tmp_path, keep_models=True, **FLAGS)
+    names = {"args.json", "checkpoint.pt", "lock", "metrics.jsonl", "samples.jsonl", f"{script}.py"}
+    names |= {"model", "model-2", "model-4", "model-5"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / f"{script}.py").read_bytes() == sync.paths()[script].read_bytes()
 
     auto = transformers.AutoModelForCausalLM
-    start = auto.from_pretrained(ROOT / "toy" / "policy").state_dict()
-    result = auto.from_pretrained(tmp_path / "model").state_dict()
+    start, earlier, kept, result = (
+        auto.from_pretrained(folder).state_dict()
+        for folder in (ROOT / "toy" / "policy", *(tmp_path / x for x in ("model-4", "model-5", "model")))
+    )
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["policy"]
     for name, x in result.items():
-        assert torch.equal(x, trained[name]) and not torch.equal(x, start[name])
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
+        assert torch.equal(x, trained[name]) and torch.equal(x, kept[name])
+        assert not torch.equal(x, earlier[name]) and not torch.equal(x, start[name])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model-2").eos_token == "<eos>"
 
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "eval/score/2-5" in line] == [0, 2, 4, 5]
 
-    files = [path for path in tmp_path.rglob("*") if path.name != "args.json" and path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    run(script, run_dir=tmp_path, **FLAGS | {"log_every": 7})
-    assert before == {path: path.read_bytes() for path in before}
+    before = files_of(tmp_path)
+    run(script, run_dir=tmp_path, keep_models=True, **FLAGS)
+    assert before == files_of(tmp_path)
 
 
 def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
-    """Their mean and the mean of the best. Two ranks share the rows, and give the numbers of one rank."""
+    """Evaluation reports their mean and pass@k. Two ranks share the rows, and report the numbers of one rank."""
     prompts, tokenizer = [f"{i} + 5 ?" for i in range(7)], make_tokenizer()
     rows = [{"prompt": x, "prompt_ids": tokenizer(x)["input_ids"], "group": x < "4"} for x in prompts]
     reward = lambda completions, **_: [float("8" in x or "6" in x) for x in completions]  # noqa: E731
@@ -147,18 +162,6 @@ def test_an_evaluation_of_few_rows_uses_all_ranks(monkeypatch):
     assert lengths == [2, 2, 1]
 
 
-def test_a_model_of_each_save_can_be_kept(tmp_path):
-    """model/ is the last of them. Without the flag it is the only one."""
-    for keep in (False, True):
-        folder = tmp_path / f"{keep}"
-        run("grpo", run_dir=folder, keep_models=keep, num_iterations=3, save_every=2, eval_every=0)
-        names = sorted(path.name for path in folder.glob("model*"))
-        assert names == ["model", "model-2", "model-3"][: 3 if keep else 1]
-    models = [(folder / name / "model.safetensors").read_bytes() for name in names]
-    assert models[0] == models[2] != models[1]
-    assert {x.name for x in (folder / "model").iterdir()} == {x.name for x in (folder / "model-2").iterdir()}
-
-
 def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
     training = []
     for n, every in ((0, 0), (2, 1)):
@@ -172,26 +175,25 @@ def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
 MOVES = {"num_iterations": 3, "learning_rate": 4e-3, "reward": f"{ROOT}/tests/driver.py:reward"}
 
 
-@pytest.mark.parametrize("kl_coef, log_kl", [(0.01, False), (0.0, False), (0.0, True)])
-def test_without_a_kl_there_is_no_reference_unless_its_kl_is_to_be_logged(
-    kl_coef, log_kl, tmp_path, monkeypatch
-):
-    copies = recorded(monkeypatch, grpo.copy, "deepcopy")
-    run("grpo", run_dir=tmp_path, kl_coef=kl_coef, log_kl=log_kl, **MOVES)
-    models = [args for args, _ in copies if isinstance(args[0], torch.nn.Module)]
-    has_kl = bool(kl_coef) or log_kl
-    assert len(models) == has_kl
-    lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "score" in line]
-    assert all(("kl" in line) == has_kl for line in lines)
-    assert not has_kl or abs(lines[2]["kl"]) > 1e-3
-
-
-def test_logging_the_kl_leaves_training_alone(tmp_path):
-    for log_kl in (False, True):
-        run("dr_grpo", run_dir=tmp_path / f"{log_kl}", log_kl=log_kl, **MOVES)
-    weights = [torch.load(tmp_path / f"{x}" / "checkpoint.pt")["policy"] for x in (False, True)]
-    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
-    assert abs(read_jsonl(tmp_path / "True" / "metrics.jsonl")[-1]["kl"]) > 1e-4
+def test_a_kl_that_is_only_logged_needs_the_reference_and_leaves_training_alone(tmp_path, monkeypatch):
+    """If the KL is neither in the loss nor logged, no reference is loaded."""
+    weights = []
+    for script, flags, has_kl in (
+        ("grpo", {"kl_coef": 0.01}, True),
+        ("grpo", {"kl_coef": 0.0, "log_kl": True}, True),
+        ("grpo", {"kl_coef": 0.0}, False),
+        ("dr_grpo", {"log_kl": True}, True),
+        ("dr_grpo", {}, False),
+    ):
+        folder = tmp_path / f"{len(weights)}"
+        copies = recorded(monkeypatch, importlib.import_module(script).copy, "deepcopy")
+        run(script, run_dir=folder, **MOVES, **flags)
+        assert sum(isinstance(args[0], torch.nn.Module) for args, _ in copies) == has_kl
+        lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "score" in line]
+        assert all(("kl" in line) == has_kl for line in lines)
+        assert not has_kl or abs(lines[2]["kl"]) > 1e-4
+        weights.append((folder / "model" / "model.safetensors").read_bytes())
+    assert weights[0] != weights[1] == weights[2] and weights[3] == weights[4]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights(tmp_path, monkeypatch, capsys):
@@ -215,13 +217,13 @@ def test_tracking_logs_the_same_metrics(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append({"iteration": step} | metrics))
     run("grpo", track=True, run_dir=tmp_path / "mine", **flags)
     assert logged == read_jsonl(tmp_path / "mine" / "metrics.jsonl") and len(logged) == 6
-    # No id: a folder of the same name would continue the Weights & Biases run of somebody else.
+    # With an id, a folder of the same name would continue the Weights & Biases run of somebody else.
     assert options.keys() == {"name", "config"} and options["name"] == "mine"
     assert options["config"]["batch_size"] == 16
 
 
 def test_learning_rates_rise_from_the_first_step_and_fall(tmp_path, monkeypatch):
-    """Those of policy and critic. Without --anneal_lr: test_metrics.py."""
+    """This holds for the policy and the critic. test_metrics.py tests runs without --anneal_lr."""
     steps = recorded(monkeypatch, ppo, "optimizer_step")
     flags = {"warmup_iterations": 3, "num_iterations": 5, "learning_rate": 3e-4, "critic_learning_rate": 3e-2}
     run("ppo", **flags, anneal_lr=True, num_minibatches=1, run_dir=tmp_path)
@@ -231,20 +233,18 @@ def test_learning_rates_rise_from_the_first_step_and_fall(tmp_path, monkeypatch)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
-    """--run_dir . beside the model, or the folder of the dataset."""
+    """As with --run_dir . in a folder that contains a model, or in the folder of the dataset."""
     shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
     data = write_jsonl(tmp_path / "samples.jsonl", read_jsonl(ROOT / "toy" / "train.jsonl")[:50])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files_of(tmp_path)
     said = refused(capsys, run, "grpo", run_dir=tmp_path, model=tmp_path / "model", dataset=data)
     assert f"--run_dir {tmp_path}: the folder is not empty and is not a run. Use a new folder." in said
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == files_of(tmp_path)
 
 
-def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path):
-    """A torn checkpoint and torn flags are not overwritten, and a second process does not train beside the first."""
+def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
+    """A run does not overwrite a broken checkpoint or broken flags."""
     run("grpo", run_dir=tmp_path)
-    second = f"import filelock; filelock.FileLock({str(tmp_path / 'lock')!r}).acquire(blocking=False)"
-    assert "Timeout" in launch("-c", second, check=False).stderr
     for name, content in (("checkpoint.pt", b"PK"), ("args.json", b'{"seed"')):
         path = tmp_path / name
         before = path.read_bytes()
@@ -255,102 +255,72 @@ def test_a_file_of_a_run_that_is_not_as_it_was(tmp_path):
         path.write_bytes(before)
 
 
-def test_a_copy_of_grpo_needs_what_it_names_and_evaluates_nothing_else(tmp_path):
-    """An uninterrupted run prints nothing to stderr."""
+def test_a_copy_of_grpo_runs_alone_and_evaluates_nothing_that_was_not_named(tmp_path, monkeypatch, capfd):
     shutil.copy(ROOT / "grpo.py", tmp_path)
+    shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "3 + 5 ?"}\n' * 16)
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [len(x) for x in completions]\n")
-    flags = {"dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1, "device": "cpu"}
-    flags |= {"batch_size": 16, "max_response_length": 8}
-    said = launch("grpo.py", *words_of(**flags), cwd=tmp_path, check=False).stderr
-    assert said.startswith("error: --model toy/policy: ") and "the repository" in said
-    ran = launch("grpo.py", *words_of(model=ROOT / "toy" / "policy", **flags), cwd=tmp_path)
-    assert ran.stderr == "" and "eval" not in ran.stdout
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("grpo__1__")
-    assert [line["iteration"] for line in read_jsonl(folder / "metrics.jsonl")] == [1]
+    flags = {"model": "model", "dataset": "data.jsonl", "reward": "mine.py:f", "num_iterations": 1}
+    flags |= {"batch_size": 16, "max_response_length": 8, "device": "cpu"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(**flags)])
+    runpy.run_path("grpo.py", run_name="__main__")
+    said, errors = capfd.readouterr()
+    assert errors == "" and "eval" not in said and "held out" not in said
+    [metrics] = tmp_path.glob("runs/grpo__1__*/metrics.jsonl")
+    assert [path.name for path in metrics.parent.glob("model*")] == ["model"]
+    assert [line["iteration"] for line in read_jsonl(metrics)] == [1]
 
 
-SHORT = {"num_iterations": 2, "batch_size": 8, "max_response_length": 2, "save_every": 1}
+SHORT = {"num_iterations": 2, "batch_size": 16, "max_response_length": 2, "save_every": 1}
 
 
-@pytest.fixture
-def short(tmp_path):
-    """Of a run of two short iterations, with a reward that gives nothing and one that works."""
+def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(tmp_path, capsys):
+    wrong, right = (f"{tmp_path}/mine.py:{name}" for name in ("none", "works"))
     (tmp_path / "mine.py").write_text(
         "def none(completions, **_): return [None] * len(completions)\n"
         "def works(completions, **_): return [len(x) for x in completions]\n"
     )
-    rows = [{"prompt": "3 + 5 ?", "answer": "8"}] * 4
-    return SHORT | {"dataset": write_jsonl(tmp_path / "data.jsonl", rows), "run_dir": tmp_path / "run"}
-
-
-def test_a_kill_while_the_folder_is_made_leaves_one_in_which_the_command_works(short, tmp_path):
-    """Before the lock, between lock and flags, while flags are written, and before the script is copied."""
-    run_dir = tmp_path / "run"
-    whole = tmp_path / "whole"
-    run("grpo", **short | {"run_dir": whole})
-    places = [(grpo.filelock.FileLock, "acquire", set()), (grpo, "replacing", {"lock"})]
-    places += [(os, "fsync", {"lock", "args.json.tmp"}), (os, "replace", {"lock", "args.json.tmp"})]
-    places += [(shutil, "copy", {"lock", "args.json"})]
-    for module, name, left in places:
-        assert resume.run_and_kill(module, name, 1, run, "grpo", **short) == -signal.SIGKILL
-        assert {path.name for path in run_dir.glob("*")} == left
-    run("grpo", **short)
-    resume.assert_same_run(whole, run_dir)
-
-
-def test_a_killed_run_has_the_model_of_its_last_checkpoint(short, tmp_path):
-    """It is killed when it logs iteration 2."""
-    assert resume.run_and_kill(grpo, "append", 2, run, "grpo", **short, log_every=0) == -signal.SIGKILL
-    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
-    start = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy" / "policy").state_dict()
-    assert checkpoint["iteration"] == 1 and checkpoint["policy"].keys() == model.keys()
-    for name, x in checkpoint["policy"].items():
-        assert torch.equal(model[name], x)
-    assert any(not torch.equal(model[name], x) for name, x in start.items())
-
-
-def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(short, tmp_path, capsys):
-    mine = f"{tmp_path}/mine.py"
+    flags = SHORT | {"run_dir": tmp_path / "run", "num_iterations": 1}
     for _ in range(2):
-        assert "returned [None" in refused(capsys, run, "grpo", **short, reward=f"{mine}:none")
-    short["num_iterations"] = 1
-    run("grpo", **short, reward=f"{mine}:works", learning_rate=1e-3)
-    said = refused(capsys, run, "grpo", **short, reward=f"{mine}:none", learning_rate=1e-3)
-    assert f"other flags: reward {mine}:works (now {mine}:none). " in said and "learning_rate" not in said
+        assert "returned [None" in refused(capsys, run, "grpo", **flags, reward=wrong)
+    run("grpo", **flags, reward=right)
+    before = files_of(tmp_path / "run")
+    said = refused(capsys, run, "grpo", **flags, reward=wrong)
+    assert f"other flags: reward {right} (now {wrong}). " in said
+    assert before == files_of(tmp_path / "run")
 
 
-def test_a_resumed_run_names_what_has_changed(short, tmp_path, capsys):
-    """A script in one line, and a flag with both values. More iterations change a learning rate that decays."""
-    run_dir = tmp_path / "run"
-    run("grpo", **short, anneal_lr=True)
+def test_a_resumed_run_names_what_has_changed(tmp_path, capsys):
+    """It names the script, and each flag with both values. The copy of the old script stays, to compare with."""
+    flags = SHORT | {"run_dir": tmp_path, "anneal_lr": True}
+    run("grpo", **flags)
     capsys.readouterr()
-    run("grpo", **short, anneal_lr=True)
+    run("grpo", **flags)
     said = capsys.readouterr().out
     assert "(now" not in said and "warning" not in said
-    with (run_dir / "grpo.py").open("a") as file:
+    with (tmp_path / "grpo.py").open("a") as file:
         file.write("# as it was\n")
-    run("grpo", **short | {"num_iterations": 3}, anneal_lr=True, micro_batch_size=4)
-    lines = capsys.readouterr().out.split("\n")
-    (script,) = (line for line in lines if "has changed" in line)
-    assert str(ROOT / "grpo.py") in script and str(run_dir / "grpo.py") in script
-    changed = [line for line in lines if "(now " in line]
-    rate, memory = (next(x for x in changed if name in x) for name in ("num_iterations", "micro_batch_size"))
-    assert len(changed) == 2 and "micro_batch_size 64 (now 4)" in memory and "learning rate" not in memory
-    assert "num_iterations 2 (now 3)" in rate and "learning rate" in rate
-    assert json.loads((run_dir / "args.json").read_text())["num_iterations"] == 3
-    assert (run_dir / "grpo.py").read_text().endswith("# as it was\n")  # to compare with
+    run("grpo", **flags | {"num_iterations": 3}, micro_batch_size=4)
+    said = capsys.readouterr().out
+    assert f"{ROOT / 'grpo.py'} has changed" in said and str(tmp_path / "grpo.py") in said
+    assert (
+        "num_iterations 2 (now 3); the learning rate jumps" in said
+        and "micro_batch_size 64 (now 4)\n" in said
+    )
+    assert json.loads((tmp_path / "args.json").read_text())["num_iterations"] == 3
+    assert (tmp_path / "grpo.py").read_text().endswith("# as it was\n")
 
 
-def test_a_second_process_is_refused(short, tmp_path, capsys):
-    """While another one trains in the folder. Nothing is written."""
-    run("grpo", **short)
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
+def test_a_second_process_is_refused(tmp_path, capsys):
+    """It writes nothing while another process trains in the folder."""
+    run("grpo", **SHORT, run_dir=tmp_path)
+    lock = tmp_path / "lock"
+    second = f"import filelock; filelock.FileLock({str(lock)!r}).acquire(blocking=False)"
+    assert "Timeout" in launch("-c", second, check=False).stderr
+    before = files_of(tmp_path)
     grpo.open_run.lock.release()
-    with grpo.filelock.FileLock(tmp_path / "run" / "lock"):
-        said = refused(capsys, run, "grpo", **short | {"num_iterations": 3})
-    assert f"--run_dir {tmp_path / 'run'}: another process is training in it" in said
-    assert before == {path: path.read_bytes() for path in before}
+    with grpo.filelock.FileLock(lock):
+        said = refused(capsys, run, "grpo", **SHORT | {"num_iterations": 3}, run_dir=tmp_path)
+    assert f"--run_dir {tmp_path}: another process is training in it" in said
+    assert before == files_of(tmp_path)

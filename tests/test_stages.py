@@ -1,8 +1,6 @@
-"""Stages 1 and 2, sft.py, reward_model.py and dpo.py: losses, what a text begins and ends with, bad rows, runs."""
+"""Tests of sft.py, reward_model.py and dpo.py: losses, where texts begin and end, rows that are refused, runs."""
 
-import dataclasses
 import importlib
-import json
 import math
 import shutil
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import tokenizers
 import torch
 import transformers
 import zoo
-from conftest import ROOT, read_jsonl, write_jsonl
+from conftest import read_jsonl, write_jsonl
 from zoo import STAGE_DATA, STAGE_MODELS, few, run_stage
 
 import dpo
@@ -28,13 +26,7 @@ ROWS = [
     {"prompt": "1 - 2 + 3 - 4 ?", "completion": "answer 8"},
     {"prompt": "9 ?", "completion": "think 9 answer 9"},
 ]
-
-
-def load(tmp_path, tokenizer, rows, model=None):
-    """The rows as sft.py reads them from a file."""
-    data = write_jsonl(tmp_path / "data.jsonl", rows)
-    args = sft.Args(dataset=str(data), batch_size=len(rows), eval_size=0, micro_batch_size=2, device="cpu")
-    return args, sft.load_rows(args, model or zoo.make_model("llama"), tokenizer)
+of_each_stage = pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
 
 
 @torch.no_grad()
@@ -48,7 +40,9 @@ def test_the_loss_is_that_of_one_unpadded_example_at_a_time(tmp_path, name):
         ids = prompt + tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         plain -= sum(float(logprobs[t - 1, ids[t]]) for t in range(len(prompt), len(ids))) / count
-    args, rows = load(tmp_path, tokenizer, ROWS, model)
+    data = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    args = sft.Args(dataset=str(data), batch_size=3, eval_size=0, micro_batch_size=2, device="cpu")
+    rows = sft.load_rows(args, model, tokenizer)
     losses = [sft.completion_loss(model, batch, count) for batch in sft.micro_batches(args, rows)]
     assert len(losses) == 2
     assert float(sum(losses)) == pytest.approx(plain, rel=1e-12)
@@ -65,7 +59,8 @@ TEMPLATES = {
     "no special": "{% for m in messages %}{{ m.content }} - {% endfor %}",
     "tools": "{{ tools[0].function.name if tools }} {{ '+' if think }} " + zoo.CHAT,
 }
-# A template, the columns of a row, the response, and by hand: what is read as the prompt, and what is learned
+# The template, the columns of a row, its response, and the texts, written by hand, that must be read as the prompt
+# and learned as the response.
 TRAPS = {
     "text": ("chat", {"prompt": "3 ?"}, "answer 8", "<bos> 3 ?", "answer 8 <eos>"),
     "text with EOS": ("chat", {"prompt": "3 ?"}, "answer 8 <eos>", "<bos> 3 ?", "answer 8 <eos>"),
@@ -85,9 +80,9 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
+@of_each_stage
 def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(script, trap, tmp_path):
-    """A BOS, EOS or end of turn is there once, also if the text brings it, and nothing in the text is lost."""
+    """BOS, EOS and the end of a turn occur once, even if the text contains them, and no word of the text is lost."""
     template, columns, response, prompt, learned = TRAPS[trap]
     tokenizer, model = zoo.make_tokenizer(bos=True), zoo.make_model("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<user>", "<model>"]})
@@ -104,57 +99,9 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
         (found,) = script.load_rows(script.Args(), data, "train", model, tokenizer)
         ids, start = found["chosen_ids"], found.get("prompt_length", len(prompt.split()))
     assert tokenizer.decode(ids[:start]) == prompt
-    if script is reward_model:  # as load_reward: what the template writes, though sampling may not stop there
+    if script is reward_model:  # it reads what the template writes, as in load_reward, and no EOS after it
         learned = learned.replace("- <eos>", "-")
     assert tokenizer.decode(ids[start:]) == learned
-
-
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-def test_the_screen_has_a_header_rows_and_what_to_do_next(script, tmp_path, monkeypatch, capsys):
-    (tmp_path / "toy").symlink_to(ROOT / "toy")
-    monkeypatch.chdir(tmp_path)
-    data = f"{'as_long_as_the_names':_<22}.jsonl"  # of the toy
-    few(script.__name__, 16, tmp_path).rename(data)
-    flags = {"dataset": data, "batch_size": 4, "run_dir": "run"} | zoo.held_out(script.__name__, data, 4)
-    count = 3 if script is sft else 4  # iterations of an epoch
-    for epochs, words in ((1, "(new)"), (2, f"(resumed after iteration {count})")):
-        run_stage(script, num_epochs=epochs, **flags)
-        said, errors = capsys.readouterr()
-        lines = said.splitlines()
-        assert errors == "" and max(map(len, lines)) <= 100
-        assert lines[0] == f"{script.__name__}.py: 1 process on cpu, float32"
-        assert lines[1].startswith("  model ")
-        assert sum(data in line and "_ids" not in line for line in lines[2:5]) >= 1 + (script is not sft)
-        assert f"  run folder  run {words}" in lines and lines.count(script.HEADER) == 1
-        rows = [int(line[:5]) for line in lines if line[:5].strip().isdigit() and line[5:6] == " "]
-        assert rows == [*range((epochs - 1) * count + 1, epochs * count + 1)]
-        assert f"held out, iteration {epochs * count}:   loss" in said and "  ->  " in said
-        assert f"Complete: {epochs * count} iterations." in said
-        assert said.endswith(f"the same command with --run_dir run --num_epochs {2 * epochs}\n")
-    assert "changed     num_epochs 1 (now 2); the learning rate jumps to its new decay" in said
-
-
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-def test_a_model_of_each_save_can_be_kept(script, tmp_path):
-    data = few(script.__name__, 16, tmp_path)
-    flags = {"dataset": data, "batch_size": 4, "num_epochs": 1, "save_every": 2, "eval_every": 0}
-    flags |= zoo.held_out(script.__name__, data, 4)
-    count = 3 if script is sft else 4
-    run_stage(script, **flags, run_dir=tmp_path / "run", keep_models=True)
-    names = sorted(path.name for path in (tmp_path / "run").glob("model*"))
-    assert names == sorted({"model", "model-2", f"model-{count}"})
-    models = [(tmp_path / "run" / name / "model.safetensors").read_bytes() for name in names]
-    assert models[0] == models[-1] != models[1]
-
-
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-def test_help_has_every_flag(script, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [f"{script.__name__}.py"])
-    script.print_help()
-    lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[0] for line in lines if line.startswith("  --")}
-    assert found == {f"--{field.name}" for field in dataclasses.fields(script.Args)}
-    assert max(map(len, lines[1:])) <= 100  # the first has the path of pytest
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -170,11 +117,11 @@ def test_an_epoch_has_every_example_once(tmp_path, monkeypatch, shuffle):
 
 
 def test_shared_functions_are_the_same():
-    """So that `make sync` carries them, and a test of one script holds for the others."""
+    """This lets `make sync` carry edits into them, and makes a test of one script valid for the others."""
     own = {"Args", "main", "check_args", "load_rows", "choose_rows", "micro_batches", "update", "evaluate"}
     own |= {"log_samples"}
     sources = {name: sync.functions(sync.paths()[name].read_text()) for name in ("grpo", *sync.STAGES)}
-    # They do not sample with a cache.
+    # These scripts do not train on samples, so they do not compare sampling with training.
     call = (
         "    if auto_class is transformers.AutoModelForCausalLM:\n        check_sampling(args, flag, model)\n"
     )
@@ -187,12 +134,12 @@ def test_shared_functions_are_the_same():
     assert sources["sft"]["completion_ids"] == sources["dpo"]["completion_ids"]
 
 
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
+@of_each_stage
 def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_nothing(tmp_path, capsys, script):
-    """It ends in half a line of the metrics."""
+    """The interrupted run leaves half a line in its metrics."""
     data = few(script.__name__, 64, tmp_path)
     flags = {"dataset": data, "batch_size": 8, "num_epochs": 3, "save_every": 5, "eval_every": 7}
-    flags |= {"warmup_iterations": 4} | zoo.held_out(script.__name__, data, 8)
+    flags |= {"warmup_iterations": 4, "keep_models": True} | zoo.held_out(script.__name__, data, 8)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_stage(script, **flags, run_dir=whole)
     with resume.interrupted(script, "optimizer_step", call=9):
@@ -204,14 +151,17 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     resume.assert_same_run(whole, killed)
     lines = read_jsonl(killed / "metrics.jsonl")
     losses = [x["loss"] for x in lines if "loss" in x]
-    assert sum(losses[-8:]) < sum(losses[:8])  # the last epoch and the first
+    assert sum(losses[-8:]) < sum(losses[:8])  # the last and the first epoch
     rates = [x["learning_rate"] for x in lines if "learning_rate" in x]
     linear = [min((i + 1) / 4, 1 - i / len(rates)) for i in range(len(rates))]
     assert rates == pytest.approx([script.Args.learning_rate * x for x in linear])
     evaluated = {*range(0, len(rates), 7), len(rates)}
     assert {x["iteration"] for x in lines if "eval/loss" in x} == evaluated
+    models = {path.name: (path / "model.safetensors").read_bytes() for path in killed.glob("model*")}
+    saved = [f"model-{i}" for i in {*range(5, len(rates), 5), len(rates)}]
+    assert {*models} == {"model", *saved} and len({*models.values()}) == len(saved)
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
-    shutil.rmtree(killed / "model")  # as after a kill behind the last checkpoint
+    shutil.rmtree(killed / "model")  # as after a kill between the last checkpoint and the model
     run_stage(script, **flags, run_dir=killed)
     assert before == {path: path.read_bytes() for path in before}
     flags["batch_size"] = 4
@@ -221,31 +171,23 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
 NO_ROLE, NO_CONTENT = {"content": "3 ?"}, {"role": "assistant"}
-# Columns of the third row, and what is said about it
 MESSAGE, NEEDS, PAIRS = 'needs a "role" and a "content" string', "not empty", "`chosen` and `rejected`"
+# Columns of the third row, and a part of the message about it
 OF_SFT = [
     ({"completion": None}, NEEDS),
     ({"completion": ""}, NEEDS),
-    ({"completion": 5}, NEEDS),
     ({"prompt": ""}, NEEDS),
-    ({"prompt": 5}, NEEDS),
     ({"messages": "3 ?"}, NEEDS),
-    ({"messages": ["3 ?"]}, MESSAGE),
     ({"messages": [NO_ROLE, ANSWER]}, MESSAGE),
     ({"messages": [USER, NO_CONTENT]}, MESSAGE),
     ({"messages": [ANSWER, USER]}, "the last message must be the assistant's"),
-    ({"messages": [ANSWER]}, NEEDS),
     ({"messages": [USER, PREFIX, ANSWER]}, "Join them"),
     ({"messages": [USER, CALL]}, "['tool_calls'] of the last message would be ignored"),
-    ({"messages": [USER, ANSWER | {"content": ""}]}, NEEDS),
 ]
 OF_PAIRS = [
     ({"rejected": None}, PAIRS),
-    ({"chosen": []}, PAIRS),
-    ({"chosen": ANSWER}, PAIRS),
     ({"chosen": ["answer 3"]}, MESSAGE),
     ({"prompt": 5}, PAIRS),
-    ({"prompt": [NO_ROLE]}, MESSAGE),
     ({"prompt": "3 ?", "chosen": [ANSWER], "rejected": [PREFIX]}, "Give `prompt` as a chat"),
     ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, PREFIX]}, "one `prompt`"),
     ({"prompt": None, "chosen": [USER, CALL], "rejected": [USER, ANSWER]}, "['tool_calls']"),
@@ -257,12 +199,13 @@ OF_PAIRS = [
     [(sft, *x) for x in OF_SFT] + [(script, *x) for x in OF_PAIRS for script in (reward_model, dpo)],
 )
 def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
-    start = zoo.save(tmp_path / "start", zoo.make_model("llama"), zoo.make_tokenizer(chat=True))
+    model, tokenizer = zoo.make_model("llama"), zoo.make_tokenizer(chat=True)
     good = ROWS[2] if script is sft else PAIR
-    data = write_jsonl(tmp_path / "data.jsonl", [good, good, good | columns])
-    flags = {"model": start, "dataset": data, "batch_size": 3, "run_dir": tmp_path / "run", "eval_every": 0}
-    said = zoo.refused(capsys, run_stage, script, **flags)
-    assert f"--dataset {data}, row 2: " in said and words in said and not (tmp_path / "run").exists()
+    data = str(write_jsonl(tmp_path / "data.jsonl", [good, good, good | columns]))
+    args = script.Args(dataset=data, batch_size=3)
+    given = (args,) if script is sft else (args, data, "train")
+    said = zoo.refused(capsys, script.load_rows, *given, model, tokenizer)
+    assert f"--dataset {data}, row 2: " in said and words in said
 
 
 @pytest.mark.parametrize(
@@ -272,16 +215,14 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (sft, {}, {"eval_size": 1}, "3 of 3 examples need 4. --eval_size"),
         (sft, {"completion": "3 + " * 100}, {}, "--max_length 1024: 128 positions"),
         (sft, {"messages": [USER, ANSWER]}, {}, "row 2 toy/base template"),
-        (sft, {}, {"eval_size": -1}, "--eval_size -1 0 or more."),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs 3 are needed. --batch_size"),
         (reward_model, {"margin": "0.5"}, {}, "row 2 `margin` number"),
         (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
         (reward_model, {}, {"margin": math.nan}, "--margin nan"),
         (reward_model, {}, {"center_rewards_coefficient": -1.0}, "--center_rewards_coefficient -1.0"),
         (dpo, {}, {"beta": 0.0}, "--beta 0.0"),
-        (dpo, {}, {"eval_dataset": "no.jsonl"}, "--eval_dataset no.jsonl"),
         *((script, {}, {name: 0}, f"--{name} 0: above 0") for script in STAGES for name in COUNTS),
-        *((script, {}, {"max_grad_norm": x}, f"{x}: above 0") for script in STAGES for x in (0.0, math.nan)),
+        *((script, {}, {"max_grad_norm": 0.0}, "0.0: above 0") for script in STAGES),
         *((x, {}, {"learning_rate": y}, f"{y}: 0 or more") for x in STAGES for y in (-1.0, math.nan)),
     ],
 )
@@ -292,23 +233,6 @@ def test_bad_input_gets_one_line(tmp_path, capsys, script, columns, flags, words
     default |= zoo.held_out(script.__name__, None, 0)
     said = zoo.refused(capsys, run_stage, script, **default | flags)
     assert all(word in said for word in words.split()) and not (tmp_path / "run").exists(), said
-
-
-GOOD = json.dumps(ROWS[2] | PAIR).encode()
-
-
-@pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
-@pytest.mark.parametrize("end", [b'\n{"prompt": "3', b'\n{"prompt": "\xe9"}', b"\n[1,]"])
-def test_a_broken_line_is_named_and_a_bom_and_blank_lines_are_read(script, end, tmp_path, capsys):
-    data = tmp_path / "data.jsonl"
-    data.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n\n" + GOOD + b"\n\n")
-    flags = {"dataset": data, "batch_size": 2, "num_epochs": 1, "run_dir": tmp_path / "run"}
-    flags |= zoo.held_out(script.__name__, None, 0)
-    data.write_bytes(data.read_bytes()[:-2] + end)
-    assert f"--dataset {data}, line 4: not valid JSON" in zoo.refused(capsys, run_stage, script, **flags)
-    data.write_bytes(data.read_bytes().removesuffix(end) + b"\n\n")
-    run_stage(script, **flags)
-    assert "2 of 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["reward_model", "dpo"])
@@ -323,7 +247,7 @@ def test_a_long_pair_is_cut_at_its_end(name, tmp_path):
 
 
 def test_an_example_of_max_length_tokens_is_kept(tmp_path):
-    """With its EOS; a longer one is left out, and one whose prompt has no token."""
+    """The EOS counts. A longer example is left out, and so is an example whose prompt has no token."""
     rows = [{"prompt": "3 ?", "completion": " ".join("1" * n)} for n in (1, 4, 5, 6, 9)]
     rows.append({"prompt": " ", "completion": "1 1"})
     data, tokenizer = str(write_jsonl(tmp_path / "data.jsonl", rows)), zoo.make_tokenizer()
@@ -342,7 +266,7 @@ def test_held_out_examples_of_sft_are_the_last_and_not_learned(tmp_path, monkeyp
     assert [[row["prompt"] for row in args[-1]] for args, _ in evaluated] == [prompts[16:]] * 2
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {x["prompt"] for x in samples} <= {*prompts[16:]}
-    assert not [x for x in samples if "?" in x["response"]]  # with which each prompt ends
+    assert not [x for x in samples if "?" in x["response"]]  # the last word of each prompt
 
 
 @pytest.mark.parametrize("name", ["reward_model", "dpo"])
@@ -360,7 +284,7 @@ def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch)
     assert len(evaluated) == 2
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {x["prompt"] for x in samples} <= {row["prompt"] for row in rows[16:]}
-    if name == "reward_model":  # of the chosen and the rejected response
+    if name == "reward_model":
         shown = [row[side] for row in rows[16:19] for side in ("chosen", "rejected")]
         assert [x["response"] for x in samples[6:]] == shown
         assert [x["score"] for x in samples[6:]] == evaluated[-1][1][1].T[:3].flatten().tolist()
@@ -394,25 +318,22 @@ def test_a_stage_measures_its_update_alone_and_logs_before_it_saves(name, tmp_pa
 # reward_model.py
 
 
-def test_large_differences_do_not_overflow():
-    assert (
-        reward_model.preference_loss(torch.tensor([1000.0, 1000.0, 1000.0, -1000.0]), torch.zeros(4)) == 250.0
-    )
-
-
 def test_the_loss_is_the_equation_of_the_docstring():
+    """Differences for which exp() overflows give a finite loss."""
     chosen, rejected, margins = [1.0, -0.5, 2.0], [0.25, 0.75, -1.0], [0.0, 0.5, 1.5]
     rows = list(zip(chosen, margins, rejected))
     expected = [-math.log(1 / (1 + math.exp(-(c - m - r)))) for c, m, r in rows]
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, margins)]
     assert reward_model.preference_loss(*tensors).item() == pytest.approx(sum(expected) / 3, rel=1e-12)
     args = reward_model.Args(center_rewards_coefficient=0.3)
+    huge = torch.tensor([1000.0, 1000.0, 1000.0, -1000.0])
+    assert reward_model.preference_loss(huge, torch.zeros(4)) == 250.0
     centers = [0.3 * (c + r) ** 2 for c, _, r in rows]
     assert reward_model.center_loss(args, *tensors[:2]).item() == pytest.approx(sum(centers) / 3, rel=1e-12)
 
 
 def test_a_text_without_a_prompt_has_one_bos():
-    """Of the tokenizer, of the text, or a BOS that is also EOS, as OPT's."""
+    """The BOS comes from the tokenizer or from the text. In the tokenizer of OPT, the BOS is also the EOS."""
     tokenizer = zoo.make_tokenizer(bos=True)
     for text in ("3 + 5 ? answer 8", "<bos> 3 + 5 ? answer 8"):
         assert tokenizer.decode(reward_model.encode(tokenizer, "", text)) == "<bos> 3 + 5 ? answer 8 <eos>"
@@ -420,15 +341,14 @@ def test_a_text_without_a_prompt_has_one_bos():
     tokenizer.backend_tokenizer.post_processor = template("<eos> $A", special_tokens=[("<eos>", 1)])
     tokenizer.bos_token = "<eos>"
     for prompt, text in (("", "3 + 5 ? answer 8"), ("3 + 5 ?", "answer 8")):
-        assert (
-            tokenizer.decode(reward_model.encode(tokenizer, prompt, text)) == "<eos> 3 + 5 ? answer 8 <eos>"
-        )
+        ids = reward_model.encode(tokenizer, prompt, text)
+        assert tokenizer.decode(ids) == "<eos> 3 + 5 ? answer 8 <eos>"
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
-    """With padding on either side. transformers needs a pad token that is not EOS."""
+    """Padding may be on either side. transformers needs a pad token that differs from EOS."""
     start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer(pad=pad))
     data, folder = write_jsonl(tmp_path / "pairs.jsonl", zoo.PAIRS), tmp_path / "run" / "model"
     run_stage(reward_model, model=start, dataset=data, batch_size=3, num_epochs=2, run_dir=tmp_path / "run")
@@ -453,7 +373,7 @@ def test_the_saved_model_scores_the_last_attended_token(tmp_path, name, pad):
 @torch.no_grad()
 @pytest.mark.parametrize("name", STAGE_MODELS[:4])
 def test_scores_are_those_of_one_unpadded_text_at_a_time(tmp_path, name):
-    """Through transformers' own head. Loss and metrics: test_metrics.py."""
+    """The expected scores come from the head of transformers. test_metrics.py tests the loss and the metrics."""
     start = zoo.save(tmp_path / "start", zoo.make_model(name), zoo.make_tokenizer())
     args = reward_model.Args(model=start, device="cpu", micro_batch_size=2, margin=0.7)
     model, tokenizer = reward_model.load_model(args)
@@ -471,7 +391,7 @@ def test_scores_are_those_of_one_unpadded_text_at_a_time(tmp_path, name):
         assert batch["margins"].tolist() == pytest.approx(expected)
 
 
-# dpo.py. The loss: test_conformance.py
+# dpo.py. test_conformance.py tests its loss.
 
 
 @torch.no_grad()
@@ -491,26 +411,24 @@ def test_log_probs_are_those_of_the_responses_and_their_eos(name, tmp_path):
                 torch.testing.assert_close(logprob, expected, rtol=1e-12, atol=0)
 
 
-def test_texts_chats_and_whole_conversations_are_the_same_ids(tmp_path):
+def test_a_pair_can_be_two_conversations(tmp_path):
+    """Each begins with the prompt, which may also be in a column of its own. They may have several turns."""
     tokenizer = zoo.make_tokenizer(bos=True, chat=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    right = ANSWER | {"content": "answer 3"}
-    other = ANSWER | {"content": "answer 4"}
+    right, wrong = (ANSWER | {"content": f"answer {x}"} for x in "34")
     rows = [
-        {"prompt": [USER], "chosen": "answer 3", "rejected": "answer 4"},
-        {"prompt": [USER], "chosen": [right], "rejected": [other]},
-        {"prompt": "3 ?", "chosen": [USER, right], "rejected": [USER, other]},
-        {"chosen": [USER, right], "rejected": [USER, other]},
-        {"prompt": [USER], "chosen": [right, USER, right], "rejected": [right, USER, other]},
+        {"chosen": [USER, right], "rejected": [USER, wrong]},
+        {"prompt": "3 ?", "chosen": [USER, right], "rejected": [USER, wrong]},
+        {"prompt": [USER], "chosen": [right, USER, right], "rejected": [right, USER, wrong]},
     ]
     data = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    args = dpo.Args(device="cpu", batch_size=5)
+    args = dpo.Args(device="cpu", batch_size=3)
     *rows, long = dpo.load_rows(args, str(data), "train", zoo.make_model("llama"), tokenizer)
     for row in rows:
         assert tokenizer.decode(row["chosen_ids"]) == "<bos> <user> 3 ? <end> <model> answer 3 <end>"
-    assert tokenizer.decode(long["rejected_ids"]).count("3 ?") == 2  # nothing of the conversation is lost
-    for batch in dpo.micro_batches(args, rows):
-        assert batch["response_mask"].tolist() == [[False] * 6 + [True] * 3] * 8
+    assert tokenizer.decode(long["rejected_ids"]).count("3 ?") == 2
+    [batch] = dpo.micro_batches(args, rows)
+    assert batch["response_mask"].tolist() == [[False] * 6 + [True] * 3] * 4
 
 
 def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp_path, capsys):

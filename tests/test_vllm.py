@@ -1,6 +1,6 @@
-"""grpo_vllm.py: vLLM samples from the policy as it is now, and says with which log-probs.
+"""Tests of grpo_vllm.py: vLLM samples from the current weights of the policy, and returns their log-probs.
 
-`make test-vllm` runs what needs vLLM. For the other tests there is a stand-in.
+`make test-vllm` runs the tests that need vLLM. The last test uses tests/stand_in/vllm.py.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import grpo_vllm as script
 
 needs_vllm = pytest.mark.vllm
 TOKENIZER = make_tokenizer()
-# Some prompts have several blocks of vLLM's cache, which keeps whole blocks; one prompt is there twice.
+# vLLM caches whole blocks of a prompt, so some prompts are several blocks long, and one prompt occurs twice.
 LONG = "1 + 2 - 3 = 4 think 5 + 6 - " * 30
 PROMPTS = ("3 + 5 ?", "1 - 2 + 3 - 4 ?", "1 - 2 + 3 - 4 ?", LONG + "7 ?", LONG + "8 - 9 ?")
 IDS = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS]
@@ -26,18 +26,18 @@ ARGS = script.Args(max_response_length=24, temperature=0.7, device="cpu")
 
 
 def save_llama(folder, tied: bool) -> str:
-    """A small Llama with heads of 32, which vLLM needs on a CPU."""
+    """Save a small Llama. Its heads have 32 dimensions, because vLLM needs them on a CPU."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"vocab_size": len(WORDS), "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": 2}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
-    # With top_k, top_p and penalties to be ignored, and an EOS besides the tokenizer's, which is 1.
+    # Its generation config has settings that must be ignored, and an EOS in addition to the tokenizer's, which is 1.
     return save(folder, model, TOKENIZER, stop_ids=[19])
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def policy(request, tmp_path_factory):
-    """The Llama, and vLLM with its weights."""
+    """The Llama, for which vLLM has been started."""
     folder = save_llama(tmp_path_factory.mktemp(request.param), request.param == "tied")
     args = dataclasses.replace(ARGS, model=folder)
     policy, _ = script.load_model(args, folder, transformers.AutoModelForCausalLM)
@@ -56,7 +56,7 @@ def small(tmp_path):
 
 
 def change(policy):
-    """Other weights in all layers, so large that another model would be noticed."""
+    """Change the weights of all layers so much that old weights would give other log-probs."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -70,9 +70,8 @@ def test_logprobs_are_those_of_the_policy_after_every_sync(policy):
         rollout = script.generate(ARGS, policy, TOKENIZER, IDS, samples_per_prompt=4)
         with torch.no_grad():
             expected = script.token_logprobs(ARGS, policy, rollout)
-        difference = (rollout["old_logprobs"] - expected).abs().max()
-        assert difference < 1e-4
-        assert expected.min() < -3  # not all of them are near 0
+        assert (rollout["old_logprobs"] - expected).abs().max() < 1e-4
+        assert expected.min() < -3  # not all log-probs are near 0
 
 
 @needs_vllm
@@ -100,7 +99,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(small, tmp_path):
 
 @needs_vllm
 def test_two_ranks(small, tmp_path):
-    """Each has an engine, whose log-probs are the reference's, and which does not complain at the end."""
+    """Each rank has its own engine, whose first log-probs equal those of the reference, and ends without an error."""
     flags = words_of(**small, num_iterations=2, run_dir=tmp_path / "run")
     assert "Traceback" not in launch("variants/grpo_vllm.py", *flags, ranks=2, cwd=ROOT).stderr
     metrics = without_clock(tmp_path / "run" / "metrics.jsonl")
@@ -109,24 +108,25 @@ def test_two_ranks(small, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "falcon_h1", "qwen3_next", "lfm2"])
 def test_experts_and_recurrent_layers_are_refused(name, capsys):
-    """vLLM would sample from old weights without a word: of experts on a CPU, of Mamba in vLLM pull request 48284."""
+    """vLLM would go on sampling from old weights of experts on a CPU, and of Mamba layers (vLLM pull request 48284)."""
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
 
 
 def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
-    """No two prompts have one seed. Log-probs are those at the temperature."""
+    """Each prompt has its own seed. Log-probs are computed at the temperature."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
     args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype="bfloat16", batch_size=16)
     script.start_engine(args, policy, 480)
     token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
-    tokens = script.start_engine.engine.options["kv_cache_memory_bytes"] / token_size
-    assert 16 * 496 <= tokens <= 16 * 520 and script.start_engine.engine.options["max_num_seqs"] == 16
+    engine = script.start_engine.engine
+    assert 16 * 496 <= engine.options["kv_cache_memory_bytes"] / token_size <= 16 * 520
+    assert engine.options["max_num_seqs"] == 16 and engine.options["logprobs_mode"] == "processed_logprobs"
     seeds = []
     for _ in range(2):
         assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
-        assert script.start_engine.engine.is_asleep
-        seeds += [settings.seed for settings in script.start_engine.engine.settings]
-    assert len({*seeds}) == 4 and script.start_engine.engine.options["logprobs_mode"] == "processed_logprobs"
+        assert engine.is_asleep
+        seeds += [settings.seed for settings in engine.settings]
+    assert len({*seeds}) == 4
     monkeypatch.delitem(sys.modules, "vllm")

@@ -1,4 +1,4 @@
-"""Stands in for vLLM: the engine is a model of transformers with random weights until it gets others by their names."""
+"""A stand-in for vLLM. The engine is a model of transformers with random weights, until it receives other weights."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ SamplingParams = SimpleNamespace
 
 
 def with_a_seed(generate):
-    """generate with separate random numbers: those before and after do not matter, and do not change."""
+    """Return a generate() that always draws the same random numbers, and leaves the generator as it was."""
 
     def seeded(*args, **options):
         with torch.random.fork_rng():
@@ -34,7 +34,7 @@ class LLM:
         self.is_asleep = False
 
     def sleep(self, level):
-        """Level 2 loses the weights."""
+        """Lose the weights, as level 2 does."""
         self.is_asleep = True
         for weight in self.model.parameters():
             weight.data.fill_(torch.nan)
