@@ -98,14 +98,3 @@ def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     launch(*evaluate[1:], "--num_iterations", 1, cwd=tmp_path)  # the last of two counts
     first, last = read_jsonl(tmp_path / "runs" / "before" / "metrics.jsonl")
     assert first.keys() == {"iteration", "eval/score/plain", "eval/score/carry"} <= last.keys()
-
-
-@pytest.mark.parametrize("name", sync.policy_scripts())
-def test_a_method_has_its_row_in_learn(name):
-    """Written by hand: nine cells, with the script's k, and the script that the row says to compare it with."""
-    page = (ROOT / "docs" / "learn.md").read_text()
-    row = re.search(rf"^\| \[`{name}`\]\(methods\.md#{name}\) \|.*", page, re.MULTILINE)
-    assert row, f"docs/learn.md: add a row for {name} to the table of methods"
-    *_, k, other = (cell.strip() for cell in row[0].strip("|").split("|"))
-    assert row[0].count("|") == 10 and other in {*sync.policy_scripts()} - {name}
-    assert k == str(importlib.import_module(name).Args.samples_per_prompt)
