@@ -269,18 +269,6 @@ def test_runs_that_cannot_be_compared_are_refused(line, reason, run_folders, mon
     assert end.value.code == 2 and reason in capsys.readouterr().err
 
 
-def test_the_picture_shows_means_and_intervals(tmp_path):
-    runs = [make_run(tmp_path / f"{x}", x, lambda i, x=x: x + i, lambda i, x=x: x * i) for x in (1, 2)]
-    runs += [make_run(tmp_path / "other", 1, constant(5), lambda i: i, script="grpo")]
-    figure = compare.draw(compare.group([*map(compare.read, runs)]), "score", 20, 10, tmp_path / "a.png")
-    by_iteration, by_kl = figure.axes
-    one, two = by_iteration.lines
-    assert one.get_ydata()[[0, -1]] == pytest.approx([1.5 + 5.5, 1.5 + 15.5]) and set(two.get_ydata()) == {5}
-    [band] = by_iteration.collections  # a group of one run has no interval
-    assert band.get_datalim(by_iteration.transData).y1 == pytest.approx(17 + 12.706 / 2, abs=0.01)
-    assert by_kl.lines[0].get_xdata()[-1] == pytest.approx(15.5)
-
-
 # plot.py, all tools, planted.py
 
 
