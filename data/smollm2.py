@@ -31,9 +31,7 @@ def main() -> None:
         (gguf,) = Path(temporary).rglob("*.gguf")
         options = {"gguf_file": gguf.name, "dtype": torch.float32}
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-        model.hf_quantizer = (
-            None  # otherwise save_pretrained would refuse, although the weights are float32 now
-        )
+        model.hf_quantizer = None  # the weights are float32 now, and save_pretrained would refuse otherwise
         del model.config.quantization_config
         model.save_pretrained(Path(temporary, "model"))
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

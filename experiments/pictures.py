@@ -31,9 +31,8 @@ import dr_grpo
 
 # The background is transparent, and grey text can be read on white and on black.
 COLORED = "text.color axes.edgecolor axes.labelcolor axes.titlecolor grid.color xtick.color ytick.color"
-STYLE = dict.fromkeys(COLORED.split(), GREY) | dict.fromkeys(
-    ("font.size", "axes.titlesize", "axes.labelsize"), 9
-)
+STYLE = dict.fromkeys(COLORED.split(), GREY)
+STYLE |= dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9)
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
 STYLE |= {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}
 STYLE |= {"figure.constrained_layout.use": True, "savefig.dpi": 200}

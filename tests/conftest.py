@@ -20,10 +20,8 @@ from plot import read_jsonl  # noqa: F401 - for the tests
 ROOT = sync.ROOT
 POLICY_SCRIPTS = sync.policy_scripts()
 SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
-SKELETONS = [
-    "grpo",
-    *(name for name in POLICY_SCRIPTS if name in sync.INSERTS),
-]  # all others have the skeleton of grpo
+# One script with grpo.py's skeleton, and all scripts with more lines
+SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]
 
 
 @pytest.fixture

@@ -51,9 +51,8 @@ class Planted:
             return self.plant_in_references(source)
         function = (functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
         if function.count(self.old) != 1:
-            raise ValueError(
-                f"{self.name!r}: {self.where} contains {self.old!r} {function.count(self.old)} times"
-            )
+            count = function.count(self.old)
+            raise ValueError(f"{self.name!r}: {self.where} contains {self.old!r} {count} times")
         return source.replace(function, function.replace(self.old, self.new))
 
     def plant_in_references(self, source: str) -> str:

@@ -207,10 +207,9 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
 def test_equal_iterations_and_equal_kl(tmp_path, capsys):
     """b needs half of the KL for the same score, so it is equal at the same iteration and ahead at the same KL."""
     runs = [make_run(tmp_path / f"a{x}", x, lambda i: i / 100, lambda i: 0.2 * i) for x in (1, 2)]
-    runs += [
-        make_run(tmp_path / f"b{x}", x, lambda i: i / 100, lambda i: 0.1 * i, end=30, kl_coef=0.1)
-        for x in (1, 2)
-    ]
+    for x in (1, 2):
+        folder = tmp_path / f"b{x}"
+        runs.append(make_run(folder, x, lambda i: i / 100, lambda i: 0.1 * i, end=30, kl_coef=0.1))
     lines, _ = table(capsys, *runs, iterations=20, last=5)
     assert lines[""] == ["seeds", "score, all 20", "score, last 5", "kl, last 5", "score at kl 1.8"]
     assert [x[:5] for x in lines["rloo.py --kl_coef 0.01"]] == ["2", "0.105", "0.180", "3.600", "0.090"]
@@ -226,13 +225,8 @@ def test_an_evaluation_counts_where_it_was_logged_last(tmp_path, capsys):
 
 def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
     """They may differ in seed, folder, logging and memory, but not in another flag or in the text of the script."""
-    changes = [
-        {},
-        {"log_every": 0, "log_kl": True, "micro_batch_size": 8},
-        {"learning_rate": 1e-3},
-        {"source": "x"},
-    ]
-    changes += [{"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
+    changes = [{}, {"log_every": 0, "log_kl": True, "micro_batch_size": 8}, {"learning_rate": 1e-3}]
+    changes += [{"source": "x"}, {"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
     runs = [make_run(tmp_path / f"{i}", i, constant(0), **change) for i, change in enumerate(changes)]
     groups = compare.group([compare.read(run) for run in runs])
     assert {name: [run.flags["seed"] for run in found] for name, found in groups.items()} == {

@@ -154,10 +154,9 @@ def test_the_frame_runs_as_printed_and_each_lesson_has_a_solution(capsys):
 
 @pytest.mark.parametrize("lesson, code, rest", SOLUTIONS, ids=[lesson for lesson, _, _ in SOLUTIONS])
 def test_a_solution_passes(lesson, code, rest, capsys):
-    no_method = {
-        "a mean per response in place of a sum"
-    }  # of lesson 5, which check.py knows only as a mistake
-    assert answers(solved(code), capsys) == (no_method if lesson == "5" else {"passed"})
+    # check.py knows the solution of lesson 5 only as a mistake.
+    expected = "a mean per response in place of a sum" if lesson == "5" else "passed"
+    assert answers(solved(code), capsys) == {expected}
 
 
 @pytest.mark.parametrize("code, line, answer", MISTAKES, ids=[answer for _, _, answer in MISTAKES])
@@ -169,9 +168,8 @@ def test_a_mistake_is_named_as_printed(code, line, answer, capsys):
 
 def test_the_steps_of_main_are_those_of_reinforce():
     rows = re.findall(r"^\| (\d) \| (`.*?`) \|", LEARN, re.MULTILINE)
-    steps = re.split(r"^        # (\d)\. ", sync.functions(SOURCES["reinforce"])["main"], flags=re.MULTILINE)[
-        1:
-    ]
+    main = sync.functions(SOURCES["reinforce"])["main"]
+    steps = re.split(r"^        # (\d)\. ", main, flags=re.MULTILINE)[1:]
     assert [number for number, _ in rows] == steps[::2]
     for (_, calls), code in zip(rows, steps[1::2]):
         for name in set(re.findall(r"`(\w+)`", calls)) - {"policy_loss"}:  # update calls it

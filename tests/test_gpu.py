@@ -173,19 +173,13 @@ class Devices(TorchFunctionMode):
         return result
 
 
-ON_DEVICE = (
-    "ppo dapo distill gdpo sdpo flash_reinforce grpo_lora reinforce_pp_tools sft reward_model dpo".split()
-)
-DEVICE_FLAGS = {name: {} for name in ON_DEVICE}
-DEVICE_FLAGS["grpo"] = {"reward_zscore": True, "dtype": "bfloat16", "gradient_checkpointing": True}
-DEVICE_FLAGS["remax"] = {
-    "reward": "toy/reward_model",
-    "eval_reward": "exact_answer",
-    "missing_eos_penalty": 0.5,
-}
+NAMES = "ppo dapo distill gdpo sdpo flash_reinforce grpo_lora reinforce_pp_tools sft reward_model dpo".split()
+FLAGS = {name: {} for name in NAMES}
+FLAGS["grpo"] = {"reward_zscore": True, "dtype": "bfloat16", "gradient_checkpointing": True}
+FLAGS["remax"] = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "missing_eos_penalty": 0.5}
 
 
-@pytest.mark.parametrize("name", DEVICE_FLAGS)
+@pytest.mark.parametrize("name", FLAGS)
 def test_a_run_that_evaluates_and_resumes_has_all_tensors_on_the_device(name, tmp_path, monkeypatch):
     def all_sum(x):
         assert not hasattr(x, "is_on_host"), "NCCL refuses a tensor of the host"
@@ -193,7 +187,7 @@ def test_a_run_that_evaluates_and_resumes_has_all_tensors_on_the_device(name, tm
 
     script, data = importlib.import_module(name), str(few(name, 24, tmp_path))
     monkeypatch.setattr(script, "all_sum", all_sum)
-    flags = DEVICE_FLAGS[name] | {"batch_size": 16, "eval_every": 1, "anneal_lr": False, "device": "cpu"}
+    flags = FLAGS[name] | {"batch_size": 16, "eval_every": 1, "anneal_lr": False, "device": "cpu"}
     flags |= held_out(name, data, 8)
     flags |= {"dataset": data} if name in STAGE_DATA else {"max_response_length": 6}
     for length in (1, 2):

@@ -18,13 +18,8 @@ from test_estimators import MODULES, make_args
 from test_siblings import commit, copy_scripts
 from zoo import run
 
-FLAGS = {
-    "samples_per_prompt": 3,
-    "max_response_length": 9,
-    "overlong_buffer": 4,
-    "delta": 0.1,
-    "max_ratio": 1.5,
-}
+FLAGS = {"samples_per_prompt": 3, "max_response_length": 9, "overlong_buffer": 4}
+FLAGS |= {"delta": 0.1, "max_ratio": 1.5}
 # Each script's advantage with the losses of two others, so that each loss is in two pairs, too
 PAIRS = [(x, POLICY_SCRIPTS[i - n]) for i, x in enumerate(POLICY_SCRIPTS) for n in (1, 8)]
 

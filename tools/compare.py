@@ -80,7 +80,7 @@ def read(folder: Path) -> Run:
     flags, rows = plot.read_run(folder)
     if not isinstance(flags, dict) or not {"seed", "script"} <= flags.keys():
         raise ValueError(
-            f"{folder}: args.json lacks the seed or the script, so the scripts here did not write it."
+            f"{folder}: args.json lacks the seed or the script. Is it a run of the scripts here?"
         )
     metrics = {}
     for row in rows:

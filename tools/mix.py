@@ -15,10 +15,7 @@ from symtable import SymbolTable, symtable
 
 from sync import OWN, ROOT, functions, paths, policy_scripts, write
 
-STEPS = {
-    "num_minibatches",
-    "update_epochs",
-}  # flags that come with the loss, because a loss without a ratio allows a single step
+STEPS = {"num_minibatches", "update_epochs"}  # from the loss: without a ratio, it allows only one step
 NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
 # The formulas of a docstring: those of the advantage, of the loss, and behind it, such as the critic's
 FORMULAS = re.compile(r"\n\n((?:    .+\n)*    [AG]\w* .+\n)((?:    .+\n)*?    loss .+\n)((?:    .+\n)*)\n")

@@ -65,9 +65,7 @@ BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
 OWN = re.compile(f"{DOCSTRING}|{BLOCK}", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"\A# /// script\n.*?^# ///\n(?:# variant of .*?\n)?", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n)+)", re.MULTILINE)  # of a patch
-RATE = re.compile(
-    r"((?:real model needs|--learning_rate)(?: about)? \de-)(\d)"
-)  # in the text for a real model
+RATE = re.compile(r"((?:real model needs|--learning_rate)(?: about)? \de-)(\d)")  # of a real model
 FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -260,9 +258,7 @@ def sync(root: Path = ROOT) -> int:
 
     after, agreed = bare["grpo"], OWN.sub("# own", at_commit("grpo"))
     lost, own = {name: [] for name in found}, {name: [] for name in found}
-    for name in [
-        known[feature] for feature in ESTIMATOR_LINES
-    ]:  # these differ from their parent's block in some lines
+    for name in [known[feature] for feature in ESTIMATOR_LINES]:  # some lines differ from the parent's block
         before = memory[name][3] if name in memory else OWN.findall(at_commit(parents[name]))[1]
         blocks[name], lost[name] = carry(blocks[name], before, blocks[parents[name]])
     for name, source in sources.items():
@@ -298,7 +294,7 @@ def sync(root: Path = ROOT) -> int:
             print(f"{file}: not written. These lines have no place in it. Make this edit there by hand:")
         elif own[name]:
             print(
-                f"{file}: not written. Only this script has this edit. Make it in its source, too, or undo it:"
+                f"{file}: not written. Only this script has the edit. Make it in its source, too, or undo it:"
             )
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
@@ -449,9 +445,8 @@ def summary(counts: Counter) -> str:
 
 def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
     """Show how two scripts differ, the method first and the docstring last. Returns the exit code."""
-    found = {path.stem: path for path in (root / "runs").glob("*.py")} | paths(
-        root
-    )  # and what make mix wrote
+    found = {path.stem: path for path in (root / "runs").glob("*.py")}  # by make mix
+    found |= paths(root)
     if not {a, b} <= {*found}:
         print(f"error: use make diff A=grpo B=rloo with two of {', '.join(found)}")
         return 2

@@ -161,9 +161,7 @@ def costs(name: str) -> tuple:
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),  # progress bars
         patch.object(script, "generate", generate),
-        patch.object(
-            script, "check_sampling", lambda *_: None
-        ),  # it would run two passes when a model is loaded
+        patch.object(script, "check_sampling", lambda *_: None),  # it runs two passes of its own
     ):
         run(name, num_iterations=1, batch_size=batch_size, run_dir=folder)
     hook.remove()

@@ -78,9 +78,7 @@ def write_pages(scripts: dict[str, Path]) -> None:
             text = re.sub("π_(old|ref|θ)", r"π<sub>\1</sub>", path.read_text())
             target.write_text(LINK.sub(link, text))
         else:
-            language = (
-                "python" if path.suffix == ".py" else "text"
-            )  # colors would make data nine times as large
+            language = "python" if path.suffix == ".py" else "text"  # colors would make data larger
             head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n"
             target.write_text(f"{head}~~~~~{language}\n{path.read_text()}~~~~~\n")
 
