@@ -39,7 +39,6 @@ class Args:
     lengths: tuple[int, ...] = (3, 5, 2, 4)  # tokens of each response, with its EOS
     samples_per_prompt: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Size of a group. By default all responses are one group."""
-    ratio: float = 1.0  # pi_theta / pi_old of every token
     scripts: tuple[str, ...] = tuple(sync.policy_scripts())  # policy scripts, such as rloo grpo
     model: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Show the choices of the toy's policy in this folder, instead of a group."""
@@ -49,8 +48,8 @@ class Args:
         if len(self.scores) != len(self.lengths) or len(self.scores) < 2:
             found = f"{len(self.scores)} --scores, {len(self.lengths)} --lengths"
             raise ValueError(f"{found}: give two or more of each")
-        if min(self.lengths) < 1 or not self.ratio > 0:
-            raise ValueError(f"--lengths must be 1 or more, and --ratio {self.ratio:g} above 0")
+        if min(self.lengths) < 1:
+            raise ValueError("--lengths must be 1 or more")
         k = self.samples_per_prompt
         if k is not None and (k < 1 or len(self.scores) % k):
             raise ValueError(f"--samples_per_prompt {k}: it must divide the {len(self.scores)} responses")
@@ -72,12 +71,11 @@ def make_rollout(scores, lengths, **tensors) -> dict:
     return {"response_mask": mask, "scores": scores} | zeros | tensors
 
 
-def pushes(module, args, rollout, ratio: float = 1.0):
-    """The advantages and pushes (B, T) of a script on a rollout in which every token has this ratio."""
+def pushes(module, args, rollout):
+    """The advantages and pushes (B, T) of a script on a rollout, on policy."""
     rollout = rollout | module.compute_advantages(args, rollout)
     mask = rollout["response_mask"]
-    logprobs = rollout["old_logprobs"] + math.log(ratio) * mask
-    _, push = loss_and_push(module, args, rollout, logprobs, len(mask), int(mask.sum()))
+    _, push = loss_and_push(module, args, rollout, rollout["old_logprobs"], len(mask), int(mask.sum()))
     return rollout["advantages"], push
 
 
@@ -91,7 +89,7 @@ def explain(args: Args, script: str):
     rollout["old_logprobs"] = rollout["ref_logprobs"] = math.log(0.4) * rollout["response_mask"]  # arbitrary
     if not settings.kl_coef:  # there is no reference
         del rollout["ref_logprobs"]
-    return pushes(module, settings, rollout, args.ratio)
+    return pushes(module, settings, rollout)
 
 
 @torch.no_grad()
