@@ -141,7 +141,7 @@ def pairs(old: str, new: str) -> dict[int, int]:
 
 @cache
 def edits(before: str, after: str) -> list[tuple[int, int, list[str]]]:
-    """The changes as (first, end, new): `new` replaces the lines [first, end) of before. They are small."""
+    """The changes as (first, end, new): `new` replaces the lines [first, end) of before, one by one if it can."""
     olds, news, found = before.splitlines(True), after.splitlines(True), []
     for _, first, end, start, stop in SequenceMatcher(None, olds, news, autojunk=False).get_opcodes():
         if end - first == stop - start:
@@ -293,9 +293,7 @@ def sync(root: Path = ROOT) -> int:
         if lost[name]:
             print(f"{file}: not written. These lines have no place in it. Make this edit there by hand:")
         elif own[name]:
-            print(
-                f"{file}: not written. Only this script has the edit. Make it in its source, too, or undo it:"
-            )
+            print(f"{file}: not written. No other script has this edit. Make it in its source, or undo it:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
@@ -448,7 +446,7 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
     found = {path.stem: path for path in (root / "runs").glob("*.py")}  # by make mix
     found |= paths(root)
     if not {a, b} <= {*found}:
-        print(f"error: use make diff A=grpo B=rloo with two of {', '.join(found)}")
+        print(f"error: make diff needs two scripts, and not A={a} B={b}. Use two of {', '.join(found)}")
         return 2
     files = [str(found[name].relative_to(root)) for name in (a, b)]
     text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
