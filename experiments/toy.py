@@ -26,7 +26,7 @@ class Experiment:
     seeds: int
     columns: dict[str, Callable]  # by its head, the number of a run, which a row keeps
     shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
-    line: Callable = label  # runs for which this gives the same text share a line
+    line: Callable = label  # runs with the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
     drawn: str = ""  # the script whose curves a row keeps for experiments/pictures.py
     change: Callable | None = None  # edits the source of a script

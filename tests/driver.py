@@ -79,7 +79,7 @@ class Recorder:
         self.seen = {
             "prompts": [],  # token ids of the prompt of each sampled response
             "responses": [],  # token ids of the responses, a list for each rollout
-            "scores": [],  # of each response, in remax.py with that of the greedy one
+            "scores": [],  # of each response, in remax.py with the greedy score
             "advantages": [],  # of each response, token by token
             "unsharded": [],  # in each call of policy_loss, how many weights of the policy are whole on this rank
             "gradients": [],  # a vector for each step of an optimizer

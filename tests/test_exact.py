@@ -32,7 +32,7 @@ def test_grpo_of_two_responses_is_rloo_up_to_a_factor_and_the_length():
 
 
 def test_the_mean_squared_advantage_is_a_variance_of_the_scores():
-    """With rloo.py it is k / (k - 1) times the variance within a prompt, and with reinforce.py that of all scores."""
+    """With rloo.py, it is the variance within a prompt times k / (k - 1). With reinforce.py, all scores count."""
     torch.testing.assert_close(8 * moments("rloo", 8)[1], RATES * (1 - RATES) * 8 / 7)
     scores = torch.tensor([1.0, 0, 0, 1, 0], **float64)
     slope = slopes("reinforce", make_args("reinforce"), one_token(scores), 1, 5)

@@ -92,7 +92,7 @@ def joined(seen: list[dict], key: str) -> list:
 
 
 def check_gradients(whole: dict, seen: list[dict]) -> None:
-    """They are those of one rank with a single micro-batch, and the same on all ranks to the last bit."""
+    """They equal the gradients of one rank with a single micro-batch, and all ranks have the same to the last bit."""
     for expected, gradient in zip(whole["gradients"], seen[0]["gradients"], strict=True):
         assert expected.norm() > 1e-3 and (gradient - expected).norm() < 1e-12 * expected.norm()
     assert all(rank["digests"] == seen[0]["digests"] for rank in seen)

@@ -193,7 +193,7 @@ def test_an_edit_of_any_line_is_carried_or_made_by_hand():
         ("a own x own c", "a x b x c", "a X b x c", None),  # x may be the first or the second
         ("a b c own x d", "a x b c d", "a X b c d", "a b c own X d"),  # moved
         ("a b c own X d", "a x b c d", "a X b c d", "a b c own X d"),  # moved, and edited by hand
-        ("a own b", "a x y b", "a b", None),  # own stands in place of x and y
+        ("a own b", "a x y b", "a b", None),  # own has replaced x and y
         ("a x b", "a x y b", "a b", "a b"),
         ("a own b", "a b", "a x b", "a x own b"),
         ("a own x b", "a b", "a x b", "a own x b"),  # edited by hand

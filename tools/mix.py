@@ -17,7 +17,7 @@ from sync import OWN, ROOT, functions, paths, policy_scripts, write
 
 STEPS = {"num_minibatches", "update_epochs"}  # from the loss: without a ratio, it allows only one step
 NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
-# The formulas of a docstring: those of the advantage, of the loss, and behind it, such as the critic's
+# The formulas of a docstring: for the advantage, for the loss, and after the loss, such as for the critic
 FORMULAS = re.compile(r"\n\n((?:    .+\n)*    [AG]\w* .+\n)((?:    .+\n)*?    loss .+\n)((?:    .+\n)*)\n")
 DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix of two scripts.
 
