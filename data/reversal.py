@@ -24,7 +24,7 @@ def turn(role: str, text: str) -> dict:
 
 
 def make_rows() -> dict[str, list[dict]]:
-    """The rows of each file, which are always the same. All prompts differ from each other and from the solved example."""
+    """The rows of each file, which are always the same. No two prompts are equal, and none is the solved example."""
     train, test, head = [], [], []
     for level in LEVELS:
         draw, lists, rows = random.Random(f"1 {level}"), {}, []
