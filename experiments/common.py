@@ -1,8 +1,9 @@
-"""What the experiments share: rows of results, runs of scripts, Markdown tables.
+"""What the experiments share: rows of results, runs of scripts, and Markdown tables.
 
 An experiment is a list of cells, dicts such as {"script": "grpo", "seed": 1}, and a function that measures one.
-`run_all` adds a row for each cell to results/<name>.jsonl: the cell and the numbers. The line above a group of rows
-says what made them. An interrupted experiment resumes. The pages print tables of the rows in blocks that cog fills.
+`run_all` adds a row with the cell and the numbers to results/<name>.jsonl. The line above a group of rows says what
+made them. If an experiment is interrupted, the next call continues it. The pages show tables of the rows, which cog
+fills.
 """
 
 import dataclasses
@@ -28,17 +29,15 @@ RESULTS = ROOT / "experiments" / "results"
 sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests")]
 
 import sync  # noqa: E402
-from explain import print_table  # noqa: E402 - it makes the scripts importable, too
+from explain import print_table  # noqa: E402 - this also makes the scripts importable
 from plot import read_jsonl  # noqa: E402
 
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
-
-
 MADE = ("commit", "date", "machine", "versions")
 
 
 def load(name: str) -> list[dict]:
-    """The rows of a result file, each with what made it."""
+    """The rows of a result file, each with its provenance."""
     rows, made = [], {}
     for line in read_jsonl(RESULTS / f"{name}.jsonl"):
         if "commit" in line:
@@ -49,7 +48,7 @@ def load(name: str) -> list[dict]:
 
 
 def save(name: str, rows: list[dict]) -> None:
-    """Write the rows, and what made them once above each group."""
+    """Write the rows, with their provenance above each group."""
     lines, above = [], {}
     for row in rows:
         made = {key: row[key] for key in MADE}
@@ -59,12 +58,12 @@ def save(name: str, rows: list[dict]) -> None:
     (RESULTS / f"{name}.jsonl").write_text(text)
 
 
-# --- what made a row ---
+# --- provenance ---
 
 
 @cache
 def provenance() -> dict:
-    """What makes the rows of this process. A commit that ends in -dirty had code that was not committed."""
+    """What makes the rows of this process. If code is not committed, the commit ends in -dirty."""
     head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":!experiments/results"], cwd=ROOT)
     commit = head + "-dirty" * changes.returncode
@@ -76,7 +75,7 @@ def provenance() -> dict:
 
 
 def print_provenance(rows: list[dict]) -> None:
-    """Print when, where, with what and at which commits the rows were measured."""
+    """Print the date, machine, packages and commits of the rows."""
     dates = sorted({row["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     machines = ", and on ".join(dict.fromkeys(row["machine"] for row in rows))
@@ -107,7 +106,7 @@ def words_of(flags: dict) -> list[str]:
 
 
 def train(script: str, flags: dict, run_dir: Path, change: Callable | None = None) -> list[dict]:
-    """Run a copy of a script, whose source `change` may edit. Returns the lines of its metrics.jsonl."""
+    """Run a copy of a script, which `change` may edit. Returns the lines of its metrics.jsonl."""
     path = sync.paths()[script]
     copy = run_dir.parent / path.name
     source = path.read_text()
@@ -119,14 +118,14 @@ def train(script: str, flags: dict, run_dir: Path, change: Callable | None = Non
 
 
 def curve(metrics: list[dict], key: str, digits: int = 5) -> list[float]:
-    """The values of a metric over the iterations that have it, to this many significant digits."""
+    """The values of a metric in all iterations that log it, rounded to significant digits."""
     return [float(f"{line[key]:.{digits}g}") for line in metrics if key in line]
 
 
 def run_all(name: str, cells: list[dict], measure: Callable, workers: int = 2) -> None:
-    """Add a row to results/<name>.jsonl for each cell that has none: the cell, its provenance, and what measure gives.
+    """For each cell without a row in results/<name>.jsonl, add the cell, its provenance, and what measure returns.
 
-    The rows have the order of the cells; other rows of the file come after them.
+    The rows have the order of the cells. Other rows of the file follow.
     """
     rows = load(name) if (RESULTS / f"{name}.jsonl").exists() else []
     made = provenance()  # before a row changes the working tree
@@ -158,7 +157,7 @@ def demo() -> None:
 
 
 def group_by(rows: list, key: Callable) -> dict:
-    """The rows for which key gives the same value, by this value, in the order in which they first come."""
+    """The rows by the value of key, in the order in which the values first occur."""
     groups = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -171,14 +170,14 @@ def label(run: dict) -> str:
 
 
 def show(values: list[float]) -> str:
-    """Mean, and with several values the lowest and the highest."""
+    """The mean and, if there are several values, the lowest and the highest."""
     if len(values) < 2:
         return "".join(f"{value:.2f}" for value in values)
     return f"{mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = ()) -> None:
-    """Print a Markdown table, and what made the rows of the results in it."""
+    """Print a Markdown table, and the provenance of its rows."""
     print_table(heads, lines)
     if rows:
         print_provenance(rows)

@@ -1,9 +1,9 @@
-"""What the estimators do, computed instead of sampled: the three answers of docs/exact.md.
+"""Compute exactly what the estimators do, for the three answers of docs/exact.md.
 
     python experiments/exact.py        computes what has no row in results/exact_kl.jsonl yet, in a minute
 
 compute_advantages and policy_loss of the scripts run on float64 tensors, for every group or response that a small
-policy can give. Weights and lengths are computed when a page or a picture asks for them.
+policy can sample. Weights and lengths are computed when a page or a picture needs them.
 """
 
 import math
@@ -20,7 +20,7 @@ float64 = {"dtype": torch.float64}
 
 
 def make_args(script: str, **values):
-    """The script's default flags with these values; no KL and no length penalty unless given."""
+    """The default flags of a script with these values. Unless given, there is no KL and no length penalty."""
     args = import_module(script).Args()
     for name, value in {"kl_coef": 0.0, "overlong_buffer": 0, **values}.items():
         setattr(args, name, value)
@@ -33,7 +33,7 @@ def one_token(scores) -> dict:
 
 
 def slopes(script, args, rollout, num_sequences, num_tokens) -> torch.Tensor:
-    """(B, T): on policy, minus the derivative of the loss with respect to the log-prob of each token."""
+    """(B, T): minus the derivative of the loss with respect to the log-prob of each token, on policy."""
     module = import_module(script)
     if "advantages" not in rollout:
         rollout = rollout | module.compute_advantages(args, rollout)
@@ -46,7 +46,7 @@ def advantages(script: str, scores) -> torch.Tensor:
 
 
 def binomial(count: int, rate) -> torch.Tensor:
-    """The chances of 0 ... count right responses; rate is a number or (P, 1)."""
+    """The probabilities of 0 ... count right responses. rate is a number or (P, 1)."""
     rights, rate = torch.arange(count + 1, **float64), torch.as_tensor(rate, **float64)
     return torch.distributions.Binomial(count, rate).log_prob(rights).exp()
 
@@ -77,14 +77,14 @@ def weights(script: str, k: int) -> list[float]:
     return (w / w[RATES == 0.5]).tolist()
 
 
-# --- 2. length: the first token settles right or wrong; after it, a response stops with a separate probability ---
+# --- 2. length: the first token decides between right and wrong, and then a response stops at each token or not ---
 LONGEST, LENGTH_GROUP = 64, 8
 LENGTHS = torch.arange(2, LONGEST + 1).repeat(2)  # of right responses, then of wrong ones
 IS_RIGHT = torch.arange(len(LENGTHS)) < len(LENGTHS) // 2
 
 
 def length_logprobs(theta) -> torch.Tensor:
-    """(N, LONGEST): of all responses. theta: the logits of being right and of stopping if right, and if wrong."""
+    """(N, LONGEST): log-probs of all responses. theta: logits of being right, of stopping if right, and if wrong."""
     choice = torch.where(IS_RIGHT, theta[0], -theta[0])[:, None]
     stop = torch.where(IS_RIGHT, theta[1], theta[-1])[:, None]
     choice, go_on, end = torch.nn.functional.logsigmoid(torch.stack([choice, -stop, stop]))
@@ -95,7 +95,7 @@ def length_logprobs(theta) -> torch.Tensor:
 
 @cache
 def length_advantages(script: str) -> torch.Tensor:
-    """(k, 2): the mean advantage of a wrong and of a right response if 0 ... k - 1 of the others are right."""
+    """(k, 2): the mean advantages of a wrong and a right response if 0 ... k - 1 of the others are right."""
     k = LENGTH_GROUP
     found = [advantages(script, (torch.arange(k) < s).double()) for s in range(k + 1)]
     return torch.stack([torch.stack([found[s][s:].mean(), found[s + 1][: s + 1].mean()]) for s in range(k)])
@@ -110,14 +110,14 @@ def length_update(script: str, theta) -> torch.Tensor:
     rollout = make_rollout(IS_RIGHT.double(), LENGTHS)
     rollout["advantages"] = torch.where(IS_RIGHT, right, wrong)[:, None] * rollout["response_mask"]
     args = make_args(script, max_response_length=LONGEST)
-    slope = slopes(script, args, rollout, 1, float((chance * LENGTHS).sum()))  # N_tok of a large batch
+    slope = slopes(script, args, rollout, 1, float((chance * LENGTHS).sum()))  # tokens of a large batch
     return torch.autograd.grad((chance[:, None] * slope * logprobs).sum(), theta)[0]
 
 
 def lengths(script: str, can_tell: bool, pace: float = 0.1) -> list[list[float]]:
-    """Pass rate and mean length of right and of wrong responses during training.
+    """Pass rate and mean lengths of right and wrong responses during training.
 
-    can_tell: right and wrong responses have a probability of stopping each, so that the policy can tell them apart.
+    With can_tell, right and wrong responses have separate probabilities of stopping.
     """
     theta = torch.tensor([math.log(0.1 / 0.9)] + [-math.log(15.0)] * (2 if can_tell else 1), **float64)
     path = []
@@ -126,13 +126,13 @@ def lengths(script: str, can_tell: bool, pace: float = 0.1) -> list[list[float]]
         means = [(chance * LENGTHS)[x].sum() / chance[x].sum() for x in (IS_RIGHT, ~IS_RIGHT)]
         path.append(short([theta[0].sigmoid(), *means]))
         update = length_update(script, theta)
-        theta = theta + pace * update / update[0]  # the logit of the pass rate has one pace for all scripts
+        theta = theta + pace * update / update[0]  # the logit of the pass rate grows equally in all scripts
     return path
 
 
 # --- 3. kl: policies whose KL is known, and the slopes of each term ---
 class Tree:
-    """Policies on all responses of `depth` tokens, many at once; each prefix has its own logits."""
+    """S policies on all responses of `depth` tokens, in which each prefix has its own logits."""
 
     def __init__(self, vocabulary: int, depth: int):
         self.vocabulary, self.depth = vocabulary, depth
@@ -147,7 +147,7 @@ class Tree:
         return torch.randn(seeds, self.firsts[-1], self.vocabulary, generator=generator, **float64)
 
     def logprobs(self, logits) -> torch.Tensor:
-        """(S, N, D): of every token of every response."""
+        """(S, N, D): the log-prob of every token of every response."""
         return logits.log_softmax(-1)[:, self.prefixes, self.responses]
 
     def kl(self, one, other) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Tree:
         return (one.exp() * (one - other)).sum(1)
 
     def tilted(self, logits, values, strength) -> torch.Tensor:
-        """The policy proportional to the given one times exp(strength * values); values (S, N), strength (S,)."""
+        """The policy proportional to the given policy times exp(strength * values). values (S, N), strength (S,)."""
         log_old, result = logits.log_softmax(-1), torch.zeros_like(logits)
         value = strength[:, None] * values
         for t in reversed(range(self.depth)):
@@ -167,7 +167,7 @@ class Tree:
 
 
 def bisect(function, target: float, seeds: int) -> torch.Tensor:
-    """(S,): where each of the rising functions reaches the target."""
+    """(S,): the points where rising functions reach the target."""
     low, high = torch.zeros(seeds, **float64), torch.ones(seeds, **float64)
     for _ in range(12):
         high = torch.where(function(high) < target, 2 * high, high)
@@ -179,14 +179,14 @@ def bisect(function, target: float, seeds: int) -> torch.Tensor:
 
 
 def kl_slopes(term: str, ref, new) -> torch.Tensor:
-    """(R, D): on policy, the slopes of a KL term alone, from the log-probs (R, D); sums over tokens."""
+    """(R, D): the slopes of a KL term alone, on policy, from the log-probs (R, D). Losses are sums over tokens."""
     script = {"k1 in the reward": "remax", "k2 in the loss": "reinforce_pp_baseline"}.get(term, "grpo")
     zero, depth = torch.zeros(len(new)), new.shape[1]
     rollout = make_rollout(zero, torch.full((len(new),), depth))
     rollout |= {"old_logprobs": new, "ref_logprobs": ref, "kl": new - ref, "greedy_scores": zero}
     if script != "remax":
         rollout["advantages"] = torch.zeros_like(new)
-    num_sequences = 1 / depth if script == "grpo" else 1  # its mean over tokens, too, becomes a sum
+    num_sequences = 1 / depth if script == "grpo" else 1  # so that its mean over tokens becomes a sum
     return slopes(script, make_args(script, kl_coef=1.0), rollout, num_sequences, 1)
 
 
@@ -198,7 +198,7 @@ FAMILIES = [(*tree, way) for tree in ((3, 4), (3, 8), (8, 3)) for way in ("rare"
 
 @cache
 def kl_policies(vocabulary: int, depth: int, way: str, count: int):
-    """Tree, references (S, prefixes, V), and for each of KLS the policies at that distance."""
+    """The tree, the references (S, prefixes, V), and the policies at each distance in KLS."""
     tree, generator = Tree(vocabulary, depth), torch.Generator().manual_seed(depth)
     found = []
     while len(found) < count:
@@ -217,7 +217,7 @@ def kl_policies(vocabulary: int, depth: int, way: str, count: int):
 
 
 def measure_kl(run_dir, vocabulary: int, depth: int, way: str, term: str, count: int = 32) -> dict:
-    """Per KL, medians over the policies: cosine with the gradient of the KL, and noise over signal."""
+    """For each KL, the medians over policies of the cosine with the gradient of the KL and of noise over signal."""
     tree, ref, policies = kl_policies(vocabulary, depth, way, count)
     cosines, noises = [], []
     for new in policies:
@@ -236,7 +236,7 @@ def measure_kl(run_dir, vocabulary: int, depth: int, way: str, term: str, count:
 
 
 def kl_of_terms() -> dict[str, tuple]:
-    """For each term, over the families at each of KLS: cosines, and noise relative to k2 in the loss."""
+    """For each term and each of KLS, the families' cosines, and their noise relative to k2 in the loss."""
     found = {term: ([], []) for term in TERMS}
     families = group_by(load("exact_kl"), lambda row: (row["vocabulary"], row["depth"], row["way"]))
     for family in families.values():
@@ -248,7 +248,7 @@ def kl_of_terms() -> dict[str, tuple]:
 
 
 def print_kl() -> None:
-    """Print the median of the families of policies, and how far the worst one is off."""
+    """Print the median and the worst of the families of policies."""
     kls, terms, lines = (0.01, 0.03, 0.1, 0.3), kl_of_terms(), []
     for term in ("k2 in the loss", "k3 in the loss"):
         at = [terms[term][0][KLS.index(kl)] for kl in kls]

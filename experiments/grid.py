@@ -1,8 +1,8 @@
-"""Six advantages with four losses on the toy: the papers' controlled comparison.
+"""Compare six advantages and four losses on the toy, each with each.
 
     python experiments/grid.py        trains the runs that have no row yet, seed by seed, and prints the tables
 
-All runs have one k, no KL, and two optimizer steps per rollout, also with a loss that has no ratio.
+All runs use the same k, no KL, and two optimizer steps per rollout, even if the loss has no ratio.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ FLAGS |= {"eval_every": 0, "log_every": 0, "save_every": 0}
 
 
 def measure(run_dir: Path, seed: int, learning_rate: float, advantage: str, loss: str) -> dict:
-    """Train in this process, and keep the norm of each step's gradient."""
+    """Train in this process, and record the gradient norm of each step."""
     path = run_dir.parent / f"{advantage}_{loss}.py"
     path.write_text(sync.paths()[loss].read_text() if advantage == loss else mixed(advantage, [loss]))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -47,7 +47,7 @@ def measure(run_dir: Path, seed: int, learning_rate: float, advantage: str, loss
     script.optimizer_step = optimizer_step
     script.say = script.say_result = lambda *given: None
     args = script.Args(**FLAGS, learning_rate=learning_rate, seed=seed, run_dir=str(run_dir))
-    vars(args).update(kl_coef=0.0, num_minibatches=2)  # also where the script fixes them
+    vars(args).update(kl_coef=0.0, num_minibatches=2)  # even if the script fixes them
     script.main(args)
     lines = common.read_jsonl(run_dir / "metrics.jsonl")
     score = [line["score"] for line in lines]
@@ -63,14 +63,14 @@ def measure(run_dir: Path, seed: int, learning_rate: float, advantage: str, loss
 
 
 def means(rows: list[dict], key: str = "score", **cell) -> list[float]:
-    """For each seed, the mean over the rows of a cell, or over a row or column of cells."""
+    """For each seed, the mean over all rows with the given values."""
     found = [row for row in rows if cell.items() <= row.items()]
     seeds = sorted(group_by(found, lambda row: row["seed"]).items())
     return [mean(row[key] for row in runs) for _, runs in seeds]
 
 
 def spread(values: list[float], others: list[float] | None = None) -> str:
-    """The mean over seeds with its standard error; with others, of the differences at the same seed."""
+    """The mean over seeds with its standard error. If others are given, of the differences at the same seeds."""
     if others is not None:
         values = [] if values == others else [x - y for x, y in zip(values, others)]
     if len(values) < 2:
@@ -79,7 +79,7 @@ def spread(values: list[float], others: list[float] | None = None) -> str:
 
 
 def share(rows: list[dict], key: str, **cell) -> str:
-    """The mean over advantages, and that of the lowest and the highest of them, in percent."""
+    """The mean, the lowest and the highest share of the advantages, in percent."""
     found = [mean(x) for a in ADVANTAGES if (x := means(rows, key, advantage=a, **cell))]
     return "{:.1f} % ({:.1f}-{:.1f})".format(*(100 * f(found) for f in (mean, min, max))) if found else ""
 

@@ -2,7 +2,7 @@
 
     python experiments/learn.py        trains the runs that have no row yet, 16 minutes on one core
 
-A row has metrics, each the mean over the first and over the last third of the run, and the choices of the result.
+A row contains means of metrics over the first and the last third of the run, and the choices of the trained policy.
 """
 
 import importlib
@@ -48,11 +48,11 @@ RUNS = {
     "ppo.py, λ = 0": ("ppo", SHORT | {"gae_lambda": 0}, ""),
 }
 SHOWN = RUNS["score - mean"]  # the page prints the tree of its policy
-# Metrics of these runs of which it prints some iterations
+# Metrics of which the page prints some iterations
 COURSES = {"score - mean": ("score", "policy_loss"), "clip": ("score",), "no clip": ("score",)}
 COURSES |= {"no KL": ("kl",), "k1 in the loss": ("kl",)}
 KEYS = ("score", "response_length", "kl")
-# Where a KL term stands, the script that has it, and a bug of tests/planted.toml
+# A KL term, a script that contains it, and a bug of tests/planted.toml
 KL_TERMS = [("k1 in the reward", "reinforce", ""), ("k2 in the loss", "reinforce_pp_baseline", "")]
 KL_TERMS += [("k3 in the loss", "grpo", ""), ("k1 in the loss", "reinforce_pp_baseline", "k1 for k2")]
 
@@ -73,7 +73,7 @@ def measure(run_dir: Path, script: str, flags: dict, bug: str, seed: int) -> dic
 
 
 def thirds(values: list[float]) -> list[float]:
-    """The mean of the first third, and of the last."""
+    """The means of the first and of the last third."""
     n = max(1, len(values) // 3)
     return [round(mean(part), 4) for part in (values[:n], values[-n:])]
 
@@ -101,7 +101,7 @@ def push(script: str, scores, lengths, bug: str = "", tensors=None, **flags) -> 
 
 
 def runs(*names: str, **columns: tuple) -> None:
-    """Print a line for each run: P(think) at the end, and of these metrics the mean of a third of the run."""
+    """Print P(think) at the end of each run, and means of metrics over a third of the run."""
     lines = []
     for name in names:
         rows = rows_of(name)
@@ -112,7 +112,7 @@ def runs(*names: str, **columns: tuple) -> None:
 
 
 def course(iterations, *names: str) -> None:
-    """Print metrics of the first seed at these iterations, with the names of the runs if there are several."""
+    """Print metrics of the first seed at these iterations. If there are several runs, name them."""
     lines = []
     for name in names:
         for key, values in rows_of(name)[0]["course"].items():
@@ -122,7 +122,7 @@ def course(iterations, *names: str) -> None:
 
 
 def ranges(key: str, *names: str) -> None:
-    """Print the lowest and the highest value of a metric in the last third of runs."""
+    """Print the lowest and the highest value of a metric in the last third of each run."""
     lines = []
     for name in names:
         ends = [row["course"][key][-len(row["course"][key]) // 3 :] for row in rows_of(name)]
@@ -131,7 +131,7 @@ def ranges(key: str, *names: str) -> None:
 
 
 def advantages(*scripts: str, scores=(1.0, 0.0, 0.0, 0.0)) -> None:
-    """Print the advantages that scripts give to the responses of one group."""
+    """Print the advantages of the responses of one group."""
     args, lines = explain.Args(scores=scores, lengths=(1,) * len(scores)), []
     for script in scripts:
         numbers = explain.explain(args, script)[0][:, 0].tolist()
@@ -140,7 +140,7 @@ def advantages(*scripts: str, scores=(1.0, 0.0, 0.0, 0.0)) -> None:
 
 
 def commands(*names: str) -> None:
-    """Print the commands of these runs, with those that plant and remove a bug."""
+    """Print the commands of these runs, including those that plant and remove a bug."""
     lines = []
     for script, flags, bug in map(RUNS.get, names):
         file = str(sync.paths()[script].relative_to(ROOT))
@@ -150,7 +150,7 @@ def commands(*names: str) -> None:
 
 
 def code(name: str) -> str:
-    """The estimator block of a script, or all of a script that has none, without docstrings."""
+    """The estimator block of a script, or the whole script if it has none, without docstrings."""
     source = re.sub(r'""".*?"""\n', "", sync.paths()[name].read_text(), flags=re.DOTALL)
     block = re.search(sync.BLOCK, source, re.MULTILINE | re.DOTALL)
     return block[0] if block else source
@@ -167,7 +167,7 @@ def matches(script: str, pattern: str) -> list[str]:
 
 
 def change(a: str, old: str, b: str, new: str) -> None:
-    """Print the lines of script a that match a pattern as removed, and those of b as added."""
+    """Print matching lines of script a as removed, and matching lines of script b as added."""
     print("\n```diff")
     for sign, name, pattern in (("-", a, old), ("+", b, new)):
         print(*(f"{sign} {found}" for found in matches(name, pattern)), sep="\n")
@@ -175,10 +175,10 @@ def change(a: str, old: str, b: str, new: str) -> None:
 
 
 def kl() -> None:
-    """Print how each KL term pulls on the logit of `think`, if P(think) was 0.357 at the start and is 0.7 now."""
+    """Print the pull of each KL term on the logit of `think`, if P(think) was 0.357 at the start and is 0.7 now."""
     now, ref = (torch.tensor([[p], [1 - p]], dtype=torch.float64) for p in (0.7, 0.357))
     tensors = {"kl": (now / ref).log(), "old_logprobs": now.log(), "ref_logprobs": ref.log()}
-    steps = now * torch.tensor([[0.3], [-0.7]])  # probability, times what the logit adds to the log-prob
+    steps = now * torch.tensor([[0.3], [-0.7]])  # probability times the derivative of the log-prob
     pulls = {"the KL itself": (steps * tensors["kl"]).sum().item()}
     for name, script, bug in KL_TERMS:
         pushes = push(script, [0, 0], [1, 1], bug, tensors, kl_coef=1, samples_per_prompt=2)
@@ -188,7 +188,7 @@ def kl() -> None:
 
 
 def critic() -> None:
-    """Print values and advantages of the worked-out response for a critic that knows the policy."""
+    """Print values and advantages of the response that thinks, for a critic that knows the policy."""
     (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
     values = [think * math.prod(path) + answer * six, *(math.prod(path[t:]) for t in range(len(path)))]
     rollout = explain.make_rollout([1], [13], values=torch.tensor([values], dtype=torch.float64))

@@ -3,7 +3,7 @@
     python experiments/pictures.py              draws all of them; make pictures does it
     python experiments/pictures.py train        trains the runs that have no row in results/curves.jsonl, 15 minutes
 
-Pictures are computed, or come from the rows in results/. The same rows give the same files.
+Pictures are computed, or drawn from the rows in results/. The same rows give the same files.
 """
 
 import math
@@ -29,26 +29,15 @@ from plot import BLUE, GREEN, GREY, ORANGE, PINK
 
 import dr_grpo
 
-# Grey text can be read on white and on black: the background is transparent.
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-}
-STYLE |= dict.fromkeys(
-    ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "grid.color"), GREY
-)
-STYLE |= {"xtick.color": GREY, "ytick.color": GREY, "grid.alpha": 0.25, "figure.constrained_layout.use": True}
-STYLE |= {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.frameon": False,
-    "savefig.dpi": 200,
-}
-WIDTH = 4.6  # inches: on a screen of 390 pixels, text of 9 points can still be read
-# From less likely to more likely. ORANGE and BLUE are too dark for the black text on them.
+# The background is transparent, and grey text can be read on white and on black.
+COLORED = "text.color axes.edgecolor axes.labelcolor axes.titlecolor grid.color xtick.color ytick.color"
+STYLE = dict.fromkeys(COLORED.split(), GREY)
+STYLE |= dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9)
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+STYLE |= {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}
+STYLE |= {"figure.constrained_layout.use": True, "savefig.dpi": 200}
+WIDTH = 4.6  # inches, so that text of 9 points can be read on a screen of 390 pixels
+# From less likely to more likely. ORANGE and BLUE would be too dark for black text.
 MOVES = LinearSegmentedColormap.from_list("moves", ["#E68A45", "#f7f7f7", "#4C9FD3"])
 
 
@@ -66,8 +55,8 @@ QUESTIONS = {
     8: ("old log-probs of the reference", "grpo", {}, "clip_fraction"),
 }
 TOO_FAST = {"learning_rate": 0.005}
-NO_REWARD = {"reward": "data/gsm8k.py:reward"}  # looks for ####, which the toy's policy never writes
-# Bug, script, flags, seeds, and the metrics that a row keeps besides the score
+NO_REWARD = {"reward": "data/gsm8k.py:reward"}  # it looks for ####, which the toy's policy never writes
+# Bug, script, flags, number of seeds, and the metrics of a row besides the score
 RUNS = [
     ("", "grpo", {}, 3, ["entropy", "kl", "grad_norm", "clip_fraction", "equal_groups"]),
     ("", "grpo", {"temperature": 0.7}, 3, ["logprob_difference"]),
@@ -76,8 +65,6 @@ RUNS = [
     ("", "grpo", TOO_FAST, 1, ["entropy"]),
     ("", "grpo", NO_REWARD, 1, ["equal_groups"]),
 ]
-
-
 CELLS = [
     {"bug": bug, "script": script, "flags": flags, "seed": seed}
     for bug, script, flags, seeds, _ in RUNS
@@ -95,21 +82,20 @@ def measure(run_dir: Path, bug: str, script: str, flags: dict, seed: int) -> dic
 
 def curves(bug: str, script: str, flags: dict) -> list[dict]:
     """The rows of a run, one for each seed."""
-    return [
-        row for row in load("curves") if (row["bug"], row["script"], row["flags"]) == (bug, script, flags)
-    ]
+    cell = {"bug": bug, "script": script, "flags": flags}
+    return [row for row in load("curves") if cell.items() <= row.items()]
 
 
-# --- pictures: each function returns a figure; what it gets makes it smaller for a test ---
+# --- pictures: each function returns a figure, and a test may pass arguments that make it faster ---
 
 
 def draw_curve(axis, values: list[float], step: int = 1, **style):
-    """Draw a metric against the iteration. Evaluations, every few iterations, begin before the first one."""
+    """Draw a metric against the iteration. Evaluations, every `step` iterations, begin at iteration 0."""
     return axis.plot([i * step + (step == 1) for i in range(len(values))], values, **style)[0]
 
 
 def draw_group(script: str):
-    """How far one step of a script moves the logit of each token in the responses of explain.GROUP."""
+    """How far one step of a script moves the logits of the tokens in the responses of explain.GROUP."""
     probs, scores = explain.choices(ROOT / "toy" / "policy"), list(explain.GROUP.values())
     pushes = len(probs) * learn.push(script, scores, list(map(len, probs)))
     figure, axis = plt.subplots(figsize=(WIDTH, 2.7))
@@ -130,7 +116,7 @@ def draw_group(script: str):
 
 
 def draw_baseline(count: int = 1000):
-    """The move of the logit of `think` in many batches of 128 responses, with three baselines."""
+    """How far the logit of `think` moves in many batches of 128 responses, with three baselines."""
     (think, *path), *_, (answer, six, _) = explain.choices(ROOT / "toy" / "policy")
     right = math.prod(path)
     p = torch.tensor([think * right, think * (1 - right), answer * six, answer * (1 - six)])
@@ -150,12 +136,12 @@ def draw_baseline(count: int = 1000):
 
 
 def draw_clip():
-    """The push of dr_grpo.py on a token against its ratio, times the constant that it divides by."""
+    """The push of dr_grpo.py on a token against the ratio, without the constant divisor."""
     low, high = 1 - dr_grpo.Args.clip_eps, 1 + dr_grpo.Args.clip_eps
     args, length = dr_grpo.Args(), dr_grpo.Args.max_response_length
     figure, axis = plt.subplots(figsize=(WIDTH, 2.6))
     for sign, color in ((1, BLUE), (-1, ORANGE)):
-        for start, end in ((0.5, low), (low, high), (high, 1.5)):  # no line where it jumps
+        for start, end in ((0.5, low), (low, high), (high, 1.5)):  # without a line at the jump
             ratio = torch.linspace(start + 1e-6, end - 1e-6, 50, dtype=torch.float64).view(-1, 1)
             batch = explain.make_rollout([0] * 50, [1] * 50, advantages=sign * torch.ones_like(ratio))
             _, pushes = explain.loss_and_push(dr_grpo, args, batch, ratio.log(), 1 / length, 50)
@@ -173,7 +159,7 @@ def draw_clip():
 
 
 def draw_weights(methods: dict, sizes: tuple[int, ...]):
-    """The weight of a prompt against its pass rate; methods: color, and the weight in a group without end."""
+    """The weight of a prompt against its pass rate. methods: color, and the weight in an infinite group."""
     figure, axes = plt.subplots(1, len(methods), figsize=(WIDTH, 2.8), sharey=True, squeeze=False)
     p = exact.RATES.tolist()
     for axis, (script, (color, limit)) in zip(axes.flat, methods.items()):
@@ -215,7 +201,7 @@ def draw_lengths(pace: float = 0.1):
 
 
 def draw_kl():
-    """Cosine and noise of each KL term: the median of the families of policies, and their range."""
+    """Cosine and noise of each KL term, as the median and the range of the families of policies."""
     figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 4.6), sharex=True)
     for (term, pair), color in zip(exact.kl_of_terms().items(), (GREEN, GREY, PINK)):
         for axis, values in zip(axes, pair):
@@ -247,7 +233,7 @@ def draw_hacking():
 
 
 def draw_metrics():
-    """A healthy run and three that are not, each with the score and a metric that tells them apart."""
+    """A healthy run and three others, each with the score and a metric that tells them apart."""
     (healthy, *_), (fast,), (no_reward,) = (curves("", "grpo", flags) for flags in ({}, TOO_FAST, NO_REWARD))
     hacked = next(row for row in load("hacking") if "kl curve" in row)
     hacked = {"score": hacked["score curve"], "accuracy": hacked["greedy 2-5 curve"]}
@@ -270,7 +256,7 @@ def draw_metrics():
 
 
 def draw_question(number: int):
-    """The score and a metric, with the bug of a question of docs/bugs.md and without."""
+    """The score and another metric, with and without the bug of a question of docs/bugs.md."""
     bug, script, flags, metric = QUESTIONS[number]
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.1))
     for axis, key in zip(axes, ("score", metric)):
@@ -289,9 +275,9 @@ def draw_question(number: int):
     return figure
 
 
-def draw_grid(rows: list[dict] | None = None):
-    """The mean score of each advantage with each loss, and how far it is from the mean at its learning rate."""
-    rows = load("grid") if rows is None else rows
+def draw_grid():
+    """The mean score of each advantage with each loss. The color shows the difference from the mean of the panel."""
+    rows = load("grid")
     figure, axes = plt.subplots(1, len(grid.RATES), figsize=(WIDTH, 2.5), sharey=True)
     for axis, rate in zip(axes, grid.RATES):
         cells = {

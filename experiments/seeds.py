@@ -1,4 +1,4 @@
-"""Can a few seeds tell methods apart? RLOO and changes of one line, on data/unsure.py.
+"""Can a few seeds tell methods apart? Compare RLOO with changes of one line, on data/unsure.py.
 
     python experiments/seeds.py        trains the runs that have no row yet, seed by seed, and prints the table
 
@@ -46,7 +46,7 @@ def measure(run_dir: Path, method: str, seed: int) -> dict:
 
 
 def table(rows: list[dict]) -> None:
-    """Print what tools/compare.py prints for the runs of the rows, and how many seeds a difference takes."""
+    """Print what tools/compare.py prints for these runs, and how many seeds would show some differences."""
     groups = {method: [] for method in METHODS}
     for row in rows:
         metrics = {key: dict(enumerate(row[key], 1)) for key in ("score", "kl")}

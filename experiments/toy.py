@@ -2,7 +2,7 @@
 
     python experiments/toy.py hacking            trains the runs that have no row yet, and prints the table
 
-A page prints `table("hacking")`. A row keeps the numbers of its columns, and curves where a picture needs them.
+A page prints `table("hacking")`. A row contains the numbers of its columns, and curves if a picture needs them.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Experiment:
     seeds: int
     columns: dict[str, Callable]  # by its head, the number of a run, which a row keeps
     shared: dict = field(default_factory=dict)  # flags of all runs whose script has them
-    line: Callable = label  # runs for which this gives the same text share a line
+    line: Callable = label  # runs with the same text share a line
     split: tuple[str, dict] = ("", {"": None})  # a flag and its values by their names: columns for each value
     drawn: str = ""  # the script whose curves a row keeps for experiments/pictures.py
     change: Callable | None = None  # edits the source of a script
@@ -41,7 +41,7 @@ def final(*keys: str) -> dict[str, Callable]:
 
 
 def after_tokens(budget: int, run: dict) -> float:
-    """The score of the five iterations up to the one that reaches this number of generated tokens."""
+    """The mean score of five iterations, the last of which reaches this number of generated tokens."""
     totals = [BATCH * total for total in accumulate(run["response_length"])]
     end = next((i for i, total in enumerate(totals) if total >= budget), len(totals) - 1)
     return mean(run["score"][max(0, end - 4) : end + 1])
@@ -70,14 +70,14 @@ EXPERIMENTS["hacking"] = Experiment(
     drawn="reinforce_pp",
 )
 
-# The sampled token or the whole vocabulary, from the same start; --beta 0.5 is gkd.py's default
+# Distillation on the sampled token or on the whole vocabulary. The default of gkd.py is --beta 0.5.
 BUDGETS = {f"{n} k tokens": partial(after_tokens, 1000 * n) for n in (25, 50, 100)}
 GKD = [("gkd", flags) for flags in ({"beta": 0.0}, {}, {"beta": 1.0}, {"beta": 1.0, "top_k": 2})]
 EXPERIMENTS["divergences"] = Experiment(
     [("distill", {}), *GKD], seeds=5, columns=BUDGETS | last(10, "score") | final("greedy 2-5", "greedy 8")
 )
 
-# A score for the answer, for each right step, or for each true equation
+# Scores for the answer only, for each right step, or for each true equation
 STEPS = [("reinforce_pp_process", {"reward": f"toy/steps.py:{x}_steps"}) for x in ("right", "true")]
 EXPERIMENTS["process"] = Experiment(
     [("reinforce_pp", {}), *STEPS],
@@ -112,7 +112,7 @@ def measure(experiment, run_dir: Path, script: str, flags: dict, seed: int) -> d
 
 
 def table(name: str) -> None:
-    """Print a line for each setting: mean, lowest and highest of the seeds."""
+    """Print a line for each setting, with the mean, the lowest and the highest of its seeds."""
     experiment, rows = EXPERIMENTS[name], load(name)
     flag, values = experiment.split
     columns = list(product(values, experiment.columns))

@@ -1,4 +1,4 @@
-"""What the tests share: names of scripts, JSON lines, a way to start a script."""
+"""What the tests share: the names and sources of the scripts, and functions that write JSON lines and start scripts."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # so that stderr is empty
-os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time
+os.environ["OMP_NUM_THREADS"] = "1"  # because two tests run at a time
 os.environ["WANDB_MODE"] = "disabled"
 
 import sync
@@ -20,12 +20,13 @@ from plot import read_jsonl  # noqa: F401 - for the tests
 ROOT = sync.ROOT
 POLICY_SCRIPTS = sync.policy_scripts()
 SOURCES = {name: path.read_text() for name, path in (sync.paths() | sync.patches()).items()}
-SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]  # the others have grpo's
+# One script with grpo.py's skeleton, and all scripts with more lines
+SKELETONS = ["grpo", *(name for name in POLICY_SCRIPTS if name in sync.INSERTS)]
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Import a script of SOURCES with patches."""
+    """A function that imports a script of SOURCES with patches."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def function(script: str, *patches: str):
@@ -42,8 +43,8 @@ def load(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """The toy's: one token per word, <pad> is 0, <eos> is 1."""
-    import transformers  # not installed for the tests of the site
+    """The tokenizer of the toy, with one token per word. <pad> is 0, and <eos> is 1."""
+    import transformers  # the tests of the site run without it
 
     return transformers.AutoTokenizer.from_pretrained(ROOT / "toy" / "policy")
 
@@ -58,7 +59,7 @@ def words_of(**flags) -> list[str]:
 
 
 def launch(*command, ranks=1, check=True, timeout=300, **options) -> subprocess.CompletedProcess:
-    """Run a script as a user does, under python or torchrun, and return its output."""
+    """Run a script with python or torchrun, as a user does, and return its output."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

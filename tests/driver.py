@@ -1,11 +1,10 @@
-"""Run scripts' own main, and keep what their optimizers see. `zoo.record` starts this program.
+"""Run the main function of scripts, and record what their optimizers see. `zoo.record` starts this program.
 
-    driver.py OUT CASES.json     one process, or as many as torchrun starts: a file OUT.<rank>.pt for each
+    driver.py OUT CASES.json     writes a file OUT.<rank>.pt for each process that torchrun starts
 
-CASES.json is a list of {"script": "grpo", "sample": false, "flags": {...}}. All run in one process group. With "sample"
-a run is as a user's. Otherwise it is in float64 and its rollout is fixed: the responses follow from the prompt alone
-and are of uneven length, so that any number of ranks sees the same batch. Scores, KL, advantages and denominators are
-the script's own.
+CASES.json is a list of {"script": "grpo", "sample": false, "flags": {...}}. All cases run in one process group. With
+"sample", a run is like a user's run. Otherwise it is in float64, and the responses, of different lengths, depend only
+on the prompt, so that any number of ranks sees the same batch. The script computes everything else itself.
 """
 
 import datetime
@@ -29,35 +28,35 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 
 
 def reward(completions, prompts, **columns):
-    """A number that differs from response to response."""
+    """A different score for each response."""
     return [len(text.split()) * 0.37 - len(prompt) * 0.11 for prompt, text in zip(prompts, completions)]
 
 
 def right_or_wrong(completions, **columns):
-    """1 or 0, for the scripts that take nothing else."""
+    """1 or 0, for the scripts that accept no other scores."""
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
 def reward_of_threes(completions, prompts, **columns):
-    """Differs where the prompt begins with 3, and is the same for all others."""
+    """Different scores where the prompt begins with 3, and equal scores for all other prompts."""
     return [float(len(text) % 3) if prompt[0] == "3" else 1.0 for prompt, text in zip(prompts, completions)]
 
 
 def two_rewards(completions, prompts, **columns):
-    """Two numbers that differ from response to response, with that sum."""
+    """Two scores for each response, whose sum is `reward`."""
     parts = [float(text.count("3")) for text in completions]
     return [[x - y, y] for x, y in zip(reward(completions, prompts), parts)]
 
 
 def fixed_response(ids: list[int], number: int) -> list[int]:
-    """3 to 12 tokens that follow from those of the prompt; every other response ends in EOS, which is 1."""
+    """3 to 12 tokens that depend on the prompt. Every other response ends in EOS, which is 1."""
     length = 3 + (3 * sum(ids) + 7 * number) % 10
     response = [3 + (sum(ids) * t + number * (t + 5)) % 16 for t in range(length)]
     return [*response[:-1], 1] if (sum(ids) + number) % 2 else response
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or all of it if FSDP keeps a part on each rank."""
+    """The tensor, gathered from all ranks if FSDP shards it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -66,7 +65,7 @@ def digest(tensors) -> str:
 
 
 class Recorder:
-    """Its methods stand in for the functions of a script with the same names, call them, and record."""
+    """Its methods replace the functions of a script with the same names, call them, and record."""
 
     def __init__(self, script, sample: bool):
         self.script = script
@@ -80,7 +79,7 @@ class Recorder:
         self.seen = {
             "prompts": [],  # token ids of the prompt of each sampled response
             "responses": [],  # token ids of the responses, a list for each rollout
-            "scores": [],  # of each response, in remax.py with that of the greedy one
+            "scores": [],  # of each response, in remax.py with the greedy score
             "advantages": [],  # of each response, token by token
             "unsharded": [],  # in each call of policy_loss, how many weights of the policy are whole on this rank
             "gradients": [],  # a vector for each step of an optimizer
@@ -93,14 +92,14 @@ class Recorder:
         return self.models[-1], tokenizer
 
     def rollout_logprobs(self, args, model, rollout):
-        """With a fixed rollout the reference is not the policy, so that their KL is not 0."""
+        """If the rollout is fixed, change the weights of the reference, so that the KL is not 0."""
         if not self.sample and not self.seen["advantages"]:
             for parameter in model.parameters():
                 parameter.data *= 1.1
         return self.original["rollout_logprobs"](args, model, rollout)
 
     def load_critic(self, *args):
-        """With another head than zeros, at which values and the decoder's gradient would be 0."""
+        """Replace the critic's head of zeros, with which values and the gradient of the decoder would be 0."""
         critic = self.original["load_critic"](*args)
         weight = critic["head"].weight.data
         weight.copy_(torch.linspace(-1, 1, weight.numel()))
@@ -118,7 +117,7 @@ class Recorder:
         return rollout
 
     def fixed_rollout(self, args, model, tokenizer, prompts, samples_per_prompt, greedy):
-        """The log-probs are a little off the policy's, so that ratios are not 1."""
+        """Its log-probs differ a little from the policy's, so that ratios are not 1."""
         pairs = [(ids, 0 if greedy else 1 + i) for ids in prompts for i in range(samples_per_prompt)]
         responses = [fixed_response(ids, number) for ids, number in pairs]
         P, T = max(map(len, prompts)), args.max_response_length
@@ -161,7 +160,7 @@ class Recorder:
         return self.original["log"](*args)
 
     def record_gradient(self, parameters, max_norm):
-        """Stands in for clip_grad_norm_, which a script calls before each step of an optimizer."""
+        """Replace clip_grad_norm_, which a script calls before each step of an optimizer."""
         parameters = [x for x in parameters if x.grad is not None]
         self.seen["gradients"].append(torch.cat([whole(x.grad).flatten() for x in parameters]))
         self.trained[id(parameters[0])] = parameters
@@ -169,7 +168,7 @@ class Recorder:
         return self.clip_grad_norm_(parameters, max_norm)
 
     def run(self, flags: dict) -> dict:
-        """Run the script's main. What was recorded, the lines of metrics.jsonl, digests of weights and gradients."""
+        """Run the script. Returns the record, the lines of metrics.jsonl, and digests of weights and gradients."""
         args = self.script.Args(**flags)
         with pytest.MonkeyPatch.context() as patch:
             for name in self.original:

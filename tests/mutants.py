@@ -1,8 +1,11 @@
 """Plant each bug of tests/planted.toml in a copy of the repository, and check that its tests fail.
 
-    python tests/mutants.py        all bugs, two at a time; --only kl: those whose name contains kl
+    python tests/mutants.py                        plants all bugs, two at a time
+    python tests/mutants.py --only kl              plants the bugs whose name contains kl
+    python tests/mutants.py --tests test_ranks     plants the bugs that this test file must notice
 
-The bugs of estimators and patches need no copy: their tests plant them. Exit code 1 if a bug is not noticed.
+It leaves out the bugs of estimators and patches, which their tests plant in each run. If a bug is not noticed, the exit
+code is 1.
 """
 
 import os
@@ -23,7 +26,7 @@ SKIPPED += ["__pycache__", ".*_cache", "*.png", "results"]
 
 
 def tests_pass(tests: str, bug: Planted | None = None) -> bool:
-    """Whether the tests pass in a copy of the repository, with a bug if given."""
+    """Whether the tests pass in a copy of the repository, with a bug if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*SKIPPED))
@@ -33,7 +36,7 @@ def tests_pass(tests: str, bug: Planted | None = None) -> bool:
         command = [python, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
         options = dict(cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         result = subprocess.run([*command, *shlex.split(f"tests/{tests}")], **options)
-    if result.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
+    if result.returncode not in (0, 1):  # nothing was tested
         raise SystemExit(f"{tests}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}")
     return result.returncode == 0
 

@@ -3,7 +3,7 @@
     python tests/planted.py "no baseline"        changes a line of reinforce.py and prints the change
     python tests/planted.py --all                lists all bugs of planted.toml
 
-docs/learn.md and docs/bugs.md use some of them. tests/mutants.py checks that a test notices each.
+docs/learn.md and docs/bugs.md use some of them. tests/mutants.py checks that a test notices each of them.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from sync import functions, patches, paths  # noqa: E402
 
 @dataclass(frozen=True)
 class Planted:
-    """A row of planted.toml, which explains the fields."""
+    """A table of planted.toml, which explains the fields."""
 
     name: str
     tests: str
@@ -38,7 +38,7 @@ class Planted:
         return self.where.partition(".")[0]
 
     def in_script(self, script: str) -> "Planted":
-        """The same bug in another script, if it is a bug of the skeleton."""
+        """The same bug in another script, which a bug of the skeleton allows."""
         return replace(self, where=f"{script}.{self.where.partition('.')[2]}")
 
     def path(self, folder: Path = ROOT) -> Path:
@@ -46,16 +46,17 @@ class Planted:
         return found[self.script]
 
     def plant(self, source: str) -> str:
-        """The source with the bug. ValueError if there is not exactly one place for it."""
+        """The source with the bug. If there is not exactly one place for it, raise a ValueError."""
         if self.where == "references":
             return self.plant_in_references(source)
         function = (functions(source) | {"patch": source}).get(self.where.partition(".")[2], "")
         if function.count(self.old) != 1:
-            raise ValueError(f"{self.name!r}: {self.where} has {function.count(self.old)} times {self.old!r}")
+            count = function.count(self.old)
+            raise ValueError(f"{self.name!r}: {self.where} contains {self.old!r} {count} times")
         return source.replace(function, function.replace(self.old, self.new))
 
     def plant_in_references(self, source: str) -> str:
-        """The source of tests/references.py with the bug, wherever it fits. ValueError if it fits nowhere."""
+        """The source of tests/references.py with the bug in all its places. If it has none, raise a ValueError."""
         old, new = self.old_in_references, self.new_in_references
         if self.where == "references":
             old, new = self.old, self.new
@@ -74,11 +75,11 @@ class Planted:
         return [line for line in [*lines][2:] if line[0] in "-+"]
 
     def print_change(self) -> None:
-        """Print the change as Markdown. docs/bugs.md asks what it does."""
+        """Print the change as Markdown, for docs/bugs.md."""
         print(f"\n```diff\n {self.where}", *self.change(), "```\n", sep="\n")
 
     def module(self) -> SimpleNamespace:
-        """What the script with the bug defines."""
+        """The functions and classes of the script with the bug."""
         namespace = dict(vars(importlib.import_module(self.script)))
         exec(self.plant(self.path().read_text()), namespace)
         return SimpleNamespace(**namespace)
@@ -86,22 +87,14 @@ class Planted:
 
 ROWS = tomllib.loads((ROOT / "tests" / "planted.toml").read_text())
 BUGS = {name: Planted(name, **row) for name, row in ROWS.items()}
-# Those whose numbers are in conformance/vectors.json
+# The bugs whose numbers are in conformance/vectors.json
 IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where == "references"]
-
-
-def of_the_pages() -> list[str]:
-    """The names of the bugs that docs/learn.md and docs/bugs.md use."""
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("learn.md", "bugs.md"))
-    names = [bug.name for bug in BUGS.values() if bug.where != "references"]
-    return [name for name in names if f"'{name}'" in text or f'"{name}"' in text]
 
 
 def main(words: list[str]) -> int:
     """Plant the bug that the words name. Returns the exit code."""
-    usage = f"{__doc__}\nBugs that the pages use:\n"
     if words in ([], ["--help"], ["-h"]):
-        print(usage + "\n".join(f"    {name:35} {BUGS[name].where}" for name in of_the_pages()))
+        print(__doc__)
         return 0 if words else 2
     if words == ["--all"]:
         print("\n".join(f"{bug.name:45} {bug.where}" for bug in BUGS.values()))
@@ -114,9 +107,9 @@ def main(words: list[str]) -> int:
     command = ["git", "status", "--porcelain", "--", path]
     state = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if state.returncode or state.stdout:
-        reason = f"{path} has changes that git restore would discard, too. Commit them first."
+        reason = f"{path} has changes, which git restore would discard, too. Commit them first."
         if state.returncode:
-            reason = "this folder is no git repository, so nothing could undo the bug."
+            reason = "this folder is no git repository, so git could not undo the bug."
         print(f"error: {reason}", file=sys.stderr)
         return 2
     print(*BUGS[name].change(), sep="\n")

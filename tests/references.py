@@ -1,12 +1,12 @@
-"""Each policy script once more, as loops over tokens in float64, from the papers' equations.
+"""The equations of each policy script, written from the papers as loops over tokens in float64.
 
-A script NAME.py has two functions here:
+For a script NAME.py, there are two functions:
 
-    NAME_advantages(args, rollout)                          of each response: one number, or one for each token
-    NAME_loss(args, batch, new, num_sequences, num_tokens)  loss, share of clipped tokens (None: no clip)
+    NAME_advantages(args, rollout)                           a number for each response, or a list with one per token
+    NAME_loss(args, batch, new, num_sequences, num_tokens)   the loss, and the share of clipped tokens or None
 
-A loss is a sum over entries of new (B, T), so that autograd differentiates it; all else is plain numbers. At the top
-stands what the tests must know of a method.
+A loss is a sum over entries of new (B, T), so that autograd differentiates it. Everything else is plain numbers. The
+constants are what the tests must know about a method.
 """
 
 import math
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-FOR_0_AND_1 = {"maxrl"}  # scripts that take no other scores
-# The (B, T) tensors of only some methods, each from random numbers. A method with a new one adds a line.
+FOR_0_AND_1 = {"maxrl"}  # scripts that accept no other scores
+# The (B, T) tensors that only some methods use, made from random numbers. A method with a new tensor adds a line.
 EXTRA = {"values": lambda x: x, "teacher_logprobs": lambda x: -x.abs()}
 
 
 def make_rollout(seed: int, k: int) -> dict:
-    """k responses to each of 4 prompts, of 1 to 9 tokens, two with holes in their mask; 0 where it is false."""
+    """k responses of 1 to 9 tokens to each of 4 prompts. Two masks have holes, and tensors are 0 where it is False."""
     torch.manual_seed(seed)
     lengths = torch.randint(1, 10, (4 * k,))
     lengths[:2] = 9
@@ -39,7 +39,7 @@ def make_rollout(seed: int, k: int) -> dict:
 
 
 def spread(values: list, mask) -> torch.Tensor:
-    """(B, T): values[i] on every token of response i; a list gives one number to each."""
+    """(B, T): values[i] on every token of response i. If it is a list, each token has its own number."""
     result = torch.zeros(mask.shape, dtype=torch.float64)
     for row, row_mask, x in zip(result, mask, values):
         row[row_mask] = torch.tensor(x, dtype=torch.float64)
@@ -47,18 +47,18 @@ def spread(values: list, mask) -> torch.Tensor:
 
 
 def rows_of(name: str, rollout) -> list[list[float]]:
-    """What rollout[name] has on the tokens of each response."""
+    """The numbers of rollout[name] at the tokens of each response."""
     return [row[row_mask].tolist() for row, row_mask in zip(rollout[name], rollout["response_mask"])]
 
 
 def returns_to_go(args, rollout) -> list[list[float]]:
-    """The score minus beta times the KL of this token and all after it."""
+    """For each token, the score minus beta times the KL of this token and all later ones."""
     pairs = zip(rollout["scores"].tolist(), rows_of("kl", rollout))
     return [[score - args.kl_coef * math.fsum(kl[t:]) for t in range(len(kl))] for score, kl in pairs]
 
 
 def rewards(args, rollout) -> list[float]:
-    """The score minus beta times the KL of the response."""
+    """For each response, the score minus beta times its KL."""
     return [row[0] for row in returns_to_go(args, rollout)]
 
 
@@ -214,9 +214,9 @@ def ppo_returns(args, rollout):
 class Token(NamedTuple):
     row: int  # of its response in the batch
     length: int  # of its response
-    new: torch.Tensor  # pi_theta's log-prob, differentiable
-    old: float  # pi_old's
-    ref: float  # pi_ref's
+    new: torch.Tensor  # log-prob under pi_theta, differentiable
+    old: float  # log-prob under pi_old
+    ref: float  # log-prob under pi_ref
     advantage: float
     ratio: torch.Tensor  # differentiable
 
@@ -332,7 +332,7 @@ def correction_loss(args, batch, new, num_sequences, num_tokens):
 
 
 def kept_by_entropy(share: float, entropies: list[float]) -> list[bool]:
-    """True for the share of the numbers that are largest, rounded up."""
+    """For each number, whether it is in the share of the largest ones. Their count is rounded up."""
     count = math.ceil(share * len(entropies))
     chosen = sorted(range(len(entropies)), key=lambda i: -entropies[i])[:count]
     return [i in chosen for i in range(len(entropies))]
@@ -342,12 +342,12 @@ def kept_by_entropy(share: float, entropies: list[float]) -> list[bool]:
 
 
 def sums(batch, x, power: int = 0) -> list:
-    """Of each response the sum over its tokens, divided by its length to this power."""
+    """For each response, the sum over its tokens, divided by a power of its length."""
     return [row[mask].sum() / mask.sum() ** power for row, mask in zip(x, batch["response_mask"])]
 
 
 def pair_loss(loss, args, batch, new, num_sequences, num_tokens, **power):
-    """The mean of a loss of log(pi / pi_ref); or of log pi, as a mean over tokens."""
+    """The mean of a loss of log(pi / pi_ref) or, with power=1, of the mean log-prob of a token."""
     values, references = sums(batch, new, **power), sums(batch, batch["ref_logprobs"])
     if not power:
         values = [x - y for x, y in zip(values, references)]
@@ -361,12 +361,10 @@ def log_odds(x):
 
 dpo_loss = partial(pair_loss, lambda args, c, r: (1 + (-args.beta * (c - r)).exp()).log())
 ipo_loss = partial(pair_loss, lambda args, c, r: (c - r - 1 / (2 * args.beta)) ** 2)
-simpo_loss = partial(
-    pair_loss, lambda args, c, r: (1 + (args.gamma - args.beta * (c - r)).exp()).log(), power=1
-)
-orpo_loss = partial(
-    pair_loss, lambda args, c, r: -c + args.beta * (1 + (log_odds(r) - log_odds(c)).exp()).log(), power=1
-)
+simpo = lambda args, c, r: (1 + (args.gamma - args.beta * (c - r)).exp()).log()  # noqa: E731
+simpo_loss = partial(pair_loss, simpo, power=1)
+orpo = lambda args, c, r: -c + args.beta * (1 + (log_odds(r) - log_odds(c)).exp()).log()  # noqa: E731
+orpo_loss = partial(pair_loss, orpo, power=1)
 
 
 def reward_model_loss(args, batch, scores, num_sequences, num_tokens):
@@ -375,7 +373,7 @@ def reward_model_loss(args, batch, scores, num_sequences, num_tokens):
 
 
 def gspo_loss(args, batch, new, num_sequences, num_tokens):
-    """As in the paper where the advantage is the same on all tokens; otherwise its mean over tokens."""
+    """As in the paper if the advantage is the same on all tokens. Otherwise, its mean over tokens takes its place."""
     log_ratios = [0.0] * len(new)
     for token in tokens(batch, new):
         log_ratios[token.row] += (token.new - token.old) / token.length
@@ -434,7 +432,7 @@ def dppo_loss(args, batch, new, num_sequences, num_tokens):
 
 
 def flash_reinforce_loss(args, batch, new, num_sequences, num_tokens):
-    """And the share of rejected responses."""
+    """Returns the share of rejected responses instead of clipped tokens."""
     divergence, loss = [0.0] * len(new), 0.0
     for token in tokens(batch, new):
         p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (token.old, token.new.item()))

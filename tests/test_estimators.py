@@ -1,4 +1,4 @@
-"""Every script's estimator against loops in float64 (references.py)."""
+"""The estimator of every script equals the loops of references.py in float64."""
 
 import dataclasses
 import importlib
@@ -19,7 +19,7 @@ each_script = pytest.mark.parametrize("name", POLICY_SCRIPTS)
 
 
 def make_args(name: str, **flags):
-    """The script's flags with those of flags that it has."""
+    """The flags of a script. Those that it does not have are left out."""
     known = {field.name for field in dataclasses.fields(MODULES[name].Args)}
     return MODULES[name].Args(**{flag: value for flag, value in flags.items() if flag in known})
 
@@ -55,7 +55,7 @@ def test_advantages_equal_the_loops_and_carry_no_gradient(name, beta):
 
 @each_script
 def test_loss_gradient_and_clip_fraction_equal_the_loops(name):
-    """num_sequences and num_tokens are those of a whole step, and not those of this micro-batch."""
+    """num_sequences and num_tokens belong to a whole step, and not to this micro-batch."""
     for seed in range(5):
         batch = make_rollout(seed, k=3)
         args = make_args(name, kl_coef=0.2, delta=0.1, max_ratio=1.5, dual_clip_c=1.5)
@@ -101,9 +101,9 @@ def divides_by_a_std(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in POLICY_SCRIPTS if divides_by_a_std(name)])
 def test_equal_scores_in_float32(name):
-    """The mean of k equal floats may be off by a rounding. Divided by a std of that size alone it would be 0.95.
+    """The mean of k equal floats may have a rounding error, and so may their std. The advantage must stay about 0.
 
-    A batch of equal scores must not be normalized once more to a std of 1, either.
+    A batch of equal scores must not be normalized to a std of 1, either.
     """
     for k, score, is_batch in product(ks_of(name), (0.1, 1 / 3, -0.7, 0.9), (False, True)):
         scores = torch.full((2 * k,), score)
@@ -117,7 +117,7 @@ def test_equal_scores_in_float32(name):
 
 
 def test_whitening_survives_float32():
-    """Mean 1e4, std 0.1: E[x^2] - E[x]^2 in float32 gives a variance of any sign."""
+    """With a mean of 1e4 and a std of 0.1, E[x^2] - E[x]^2 in float32 could even be negative."""
     x = 1e4 + 0.1 * torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     for name in ("reinforce_pp", "ppo"):
         white = MODULES[name].whiten(x, torch.ones_like(x, dtype=torch.bool))
@@ -129,7 +129,7 @@ OURS = [bug for bug in BUGS.values() if bug.tests == "test_estimators.py" and bu
 
 @pytest.mark.parametrize("bug", OURS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_noticed(bug, monkeypatch):
-    """By one of the tests above, as a difference and not as an exception of the script."""
+    """One of the tests above sees a difference, and the script raises no exception."""
     has_std = divides_by_a_std(bug.script)
     monkeypatch.setitem(MODULES, bug.script, bug.module())
     with pytest.raises(AssertionError):

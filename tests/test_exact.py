@@ -1,11 +1,19 @@
-"""The identities of docs/exact.md, over every group or response of a small policy, and what makes a row of results."""
+"""The identities of docs/exact.md, over all groups or responses of a small policy, and the other experiments."""
 
 import re
+from itertools import product
 
 import common
+import exact
+import grid
 import learn
+import pictures
+import pytest
+import seeds
 import torch
+from conftest import ROOT, SOURCES
 from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, one_token, slopes
+from PIL import Image
 from test_siblings import commit
 
 import toy
@@ -17,14 +25,14 @@ def test_raft_and_maxrl_ascend_the_same_truncated_log_of_the_pass_rate():
 
 
 def test_grpo_of_two_responses_is_rloo_up_to_a_factor_and_the_length():
-    """sqrt 2 smaller, except for the 1e-4 at the std, and divided by the number of tokens: response by response."""
+    """For each response, it is smaller by sqrt 2, except for the 1e-4 beside the std, and divided by its length."""
     rollout = make_rollout([1, 0, 0, 0, 0, 1], lengths := torch.tensor([2, 5, 3, 3, 4, 1]))
     grpo, rloo = (slopes(x, make_args(x, samples_per_prompt=2), rollout, 6, 18) for x in ("grpo", "rloo"))
     torch.testing.assert_close(grpo * 2**0.5 * lengths[:, None], rloo, atol=0, rtol=1e-3)
 
 
 def test_the_mean_squared_advantage_is_a_variance_of_the_scores():
-    """Of the group's, k / (k - 1) times that within a prompt; of the batch's, that of all scores."""
+    """With rloo.py, it is the variance within a prompt times k / (k - 1). With reinforce.py, all scores count."""
     torch.testing.assert_close(8 * moments("rloo", 8)[1], RATES * (1 - RATES) * 8 / 7)
     scores = torch.tensor([1.0, 0, 0, 1, 0], **float64)
     slope = slopes("reinforce", make_args("reinforce"), one_token(scores), 1, 5)
@@ -45,7 +53,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl_and_k2_and_k3_only_near_the
 
 
 def test_an_experiment_measures_what_has_no_row_and_names_its_commit(tmp_path, monkeypatch):
-    """The rows have the order of the cells. A commit is clean if only results differ from it."""
+    """The rows have the order of the cells. A commit is named as clean if only results differ from it."""
     monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setattr(common, "RESULTS", tmp_path / "experiments" / "results")
     monkeypatch.setattr(common, "provenance", common.provenance.__wrapped__)  # without a cache
@@ -65,11 +73,63 @@ def test_an_experiment_measures_what_has_no_row_and_names_its_commit(tmp_path, m
     assert commits == [f"{commits[1]}-dirty", *3 * [commits[1]]]
 
 
-def test_the_score_after_n_tokens_is_that_of_the_iteration_that_reaches_them():
+def test_the_rows_are_those_that_the_pages_show():
+    """No cell is missing and none is left over."""
+    cells = {"grid": grid.CELLS, "curves": pictures.CELLS}
+    cells["seeds"] = [{"seed": x, "method": y} for x, y in product(range(1, seeds.SEEDS + 1), seeds.METHODS)]
+    for name, expected in cells.items():
+        rows = [{key: row[key] for key in expected[0]} for row in common.load(name)]
+        assert sorted(map(str, rows)) == sorted(map(str, expected))
+    assert SOURCES["rloo"].count(seeds.GROUP) == 1
+
+
+def test_a_row_of_the_kl_terms_is_what_the_code_computes():
+    names = ("vocabulary", "depth", "way", "term")
+    rows = {tuple(row[x] for x in names): row for row in common.load("exact_kl")}
+    cell = (3, 4, "rare", "k3 in the loss")
+    assert exact.measure_kl(None, *cell).items() <= rows[cell].items()
+
+
+def test_the_score_after_n_tokens_and_the_thirds_of_a_run():
     run = {"response_length": [10] * 9, "score": [*range(9)]}
     for count, expected in ((7, 4), (7.1, 5), (2, 0.5), (100, 6)):
         assert toy.after_tokens(toy.BATCH * 10 * count, run) == expected
-
-
-def test_the_first_and_the_last_third_of_a_run():
     assert learn.thirds([1, 2, 3, 4, 5, 6, 7]) == [1.5, 6.5] and learn.thirds([4, 5]) == [4, 5]
+
+
+def test_the_tables_of_the_grid(capsys):
+    """Means and standard errors over two seeds of made-up rows. Differences are between runs of the same seed."""
+    scores = {("rloo", 1): 0.5, ("rloo", 2): 0.7, ("grpo", 2): 0.9, ("grpo", 1): 0.6}
+    made = {"date": "2026-01-01", "machine": "1 core", "versions": ["torch 1"], "commit": "abc"}
+    rows = [
+        made
+        | {"learning_rate": rate, "loss": loss, "advantage": advantage, "seed": seed}
+        | {"score": score + bonus, "score, last 10": 1.0, "norm clipped": 0.25, "ratio clipped": 0.0}
+        for (advantage, seed), score in scores.items()
+        for rate, loss, bonus in ((2e-4, "gdpo", 0.04), (2e-4, "gspo", 0.0), (5e-4, "gspo", 0.3))
+    ]
+    grid.table(rows)
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    of_grpo = next(line for line in lines if line[0] == "| `grpo`")
+    assert of_grpo[3:] == ["0.790 ± 0.150", "0.750 ± 0.150", "0.770 ± 0.150", "0.150 ± 0.050 |"]
+    assert ["25.0 % (25.0-25.0)"] in (line[4:5] for line in lines)
+
+
+SMALLER = {"learn_baseline": {"count": 5}, "exact_length": {"pace": 1.0}}
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_the_same_rows_give_the_same_picture(name, tmp_path):
+    one, two = (pictures.save(name, tmp_path / x, **SMALLER.get(name, {})) for x in "ab")
+    assert one.read_bytes() == two.read_bytes()
+    with Image.open(one) as image:
+        assert image.width == 920 and not {"Software", "date:create"} & image.info.keys()
+        assert image.getpixel((0, 0))[3] == 0 and image.getcolors(256) is None  # transparent, and not empty
+
+
+def test_every_picture_of_the_pages_has_its_code():
+    drawn = {ROOT / "docs" / f"{name}.png" for name in pictures.PICTURES}
+    assert drawn == {*ROOT.glob("docs/**/*.png")}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    links = [(page, file) for page in pages for file in re.findall(r"\]\(([^)\s]+\.png)\)", page.read_text())]
+    assert {(page.parent / file).resolve() for page, file in links} == drawn

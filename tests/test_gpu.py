@@ -1,6 +1,7 @@
-"""What has to hold on a GPU, with random models of the sizes of Qwen2.5: make gpu-check, without a network.
+"""What has to hold on a GPU. `make gpu-check` runs it with random models of the sizes of Qwen2.5, without a network.
 
-Each check also runs small on a CPU, in every run of the tests. Times are recorded in runs/gpu.xml and not judged.
+`make test` runs each check on a CPU with a small model, and checks that all tensors of the training would be on the
+device. Times are recorded in runs/gpu.xml, and no test depends on them.
 """
 
 import importlib
@@ -9,7 +10,10 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, read_jsonl, write_jsonl
-from zoo import run
+from torch import Tensor, device
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from zoo import STAGE_DATA, few, held_out, run
 
 GPU = torch.cuda.is_available()
 SIZES = {"1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4), "tiny": (64, 128, 2, 4, 2)}
@@ -19,7 +23,7 @@ SKIP = pytest.mark.skipif(not GPU, reason="torch.cuda.is_available() is False")
 
 
 def each_size(names: str = "", *values: tuple):
-    """Run a test on a GPU with each of these values, and small on a CPU with the first of them."""
+    """Run a test on a GPU with each of these values, and with a small model on a CPU with the first of them."""
     values = values or ((),)
     large = [pytest.param(True, *x, marks=[pytest.mark.gpu, SKIP], id=f"gpu {x}") for x in values]
     return pytest.mark.parametrize(f"is_large{names}", [*large, pytest.param(False, *values[0], id="small")])
@@ -27,7 +31,7 @@ def each_size(names: str = "", *values: tuple):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, record_property):
-    """Run a script and return its metrics. Without a size, it trains the toy."""
+    """A function that runs a script and returns its metrics. Without a size, the script trains the toy."""
 
     def function(script, limit, is_large, size="", **flags):
         module = importlib.import_module(script)
@@ -47,7 +51,7 @@ def train(tmp_path, monkeypatch, record_property):
 
 
 def files(folder, size):
-    """Flags of a random model of this size, which hardly ever samples an EOS, and of 128 prompts."""
+    """The flags of a random model of this size, which hardly ever samples an EOS, and of 128 prompts."""
     hidden, inner, layers, heads, kv_heads = SIZES[size]
     is_tiny = size == "tiny"
     shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
@@ -75,7 +79,7 @@ def test_attention_is_right_where_padding_leaves_queries_without_a_key(is_large,
         leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
         with torch.nn.attention.sdpa_kernel(kernel if is_large else kernels.MATH):
             output = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
-        output = output.where(mask.any(-1, keepdim=True), 0)  # without the queries that have no key
+        output = output.where(mask.any(-1, keepdim=True), 0)  # queries without a key do not count
         output.square().sum().backward()
         results.append(torch.stack([output.detach(), *(x.grad for x in leaves)]).flatten(1).float())
     assert ((results[0] - results[1]).norm(dim=1) < 0.02 * results[0].norm(dim=1)).all()
@@ -122,7 +126,7 @@ def test_lora_fits_a_card_of_24_gb(is_large, size, batch_size, micro_batch_size,
 
 @each_size()
 def test_a_resumed_run_goes_on_as_it_would_have(is_large, train, tmp_path):
-    """Up to the order in which attention adds on a GPU."""
+    """Except for the order in which attention sums on a GPU."""
     norms = []
     for name, num_iterations in (("whole", 4), ("resumed", 2), ("resumed", 4)):
         flags = {"num_iterations": num_iterations, "run_dir": tmp_path / name}
@@ -141,3 +145,52 @@ def test_two_ranks_agree(tmp_path):
     flags = f"--num_iterations 2 --batch_size 64 --eval_every 0 --run_dir {tmp_path / 'run'}"
     launch(ROOT / "grpo.py", *flags.split(), ranks=2, cwd=ROOT)
     assert max(row["logprob_difference"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 1e-5
+
+
+class Devices(TorchFunctionMode):
+    """Find tensors on the wrong device without a GPU. torch calls this mode instead of each of its functions.
+
+    A tensor that is made without `device=`, or by .cpu(), is marked as the host's, and so is what is computed from it.
+    As with CUDA, an operation on tensors of both kinds fails, unless it copies, indexes or reads a number.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)]
+        on_host = [x for x in inputs if hasattr(x, "is_on_host")]
+        may_mix = all(x.dim() == 0 for x in on_host)
+        may_mix |= function in (Tensor.copy_, Tensor.__getitem__)
+        # These copy a model, or move it to another device, which sets the data of its weights.
+        may_mix |= function.__name__ in ("__deepcopy__", "_has_compatible_shallow_copy_type", "__set__")
+        assert may_mix or len(on_host) == len(inputs), f"{function.__name__} gets tensors of both kinds"
+        result = function(*args, **kwargs)
+        if function is Tensor.to and any(isinstance(x, device | str) for x in [*args, *kwargs.values()]):
+            return result.clone()  # without the mark
+        if function is Tensor.cpu or (len(on_host) == len(inputs) and not kwargs.get("device")):
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    x.is_on_host = True
+        return result
+
+
+NAMES = "ppo dapo distill gdpo sdpo flash_reinforce grpo_lora reinforce_pp_tools sft reward_model dpo".split()
+FLAGS = {name: {} for name in NAMES}
+FLAGS["grpo"] = {"reward_zscore": True, "dtype": "bfloat16", "gradient_checkpointing": True}
+FLAGS["remax"] = {"reward": "toy/reward_model", "eval_reward": "exact_answer", "missing_eos_penalty": 0.5}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_run_that_evaluates_and_resumes_has_all_tensors_on_the_device(name, tmp_path, monkeypatch):
+    def all_sum(x):
+        assert not hasattr(x, "is_on_host"), "NCCL refuses a tensor of the host"
+        return x
+
+    script, data = importlib.import_module(name), str(few(name, 24, tmp_path))
+    monkeypatch.setattr(script, "all_sum", all_sum)
+    flags = FLAGS[name] | {"batch_size": 16, "eval_every": 1, "anneal_lr": False, "device": "cpu"}
+    flags |= held_out(name, data, 8)
+    flags |= {"dataset": data} if name in STAGE_DATA else {"max_response_length": 6}
+    for length in (1, 2):
+        flags["num_epochs" if name in STAGE_DATA else "num_iterations"] = length
+        with Devices():
+            script.main(script.Args(**flags, run_dir=f"{tmp_path}/run"))

@@ -1,5 +1,6 @@
-"""One run of grpo.py with no flag at its default, seen from outside: what is called when, with which rows, and what is
-written down of it. And what shows in bfloat16 only.
+"""A run of grpo.py, observed from outside: which functions it calls when, with which rows, and what it logs.
+
+The flags of the run differ from the defaults. Further tests cover what shows only in bfloat16.
 """
 
 import importlib
@@ -23,26 +24,17 @@ def held_out(completions, **_): return [7.0] * len(completions)
 SECONDS = {"generate": 1, "score": 10, "policy_loss": 100, "evaluate": 1000, "log_samples": 10_000}
 WATCHED = [*SECONDS, "choose_rows", "measure", "log", "save_checkpoint", "save_model", "optimizer_step"]
 FLAGS = {"num_iterations": 5, "batch_size": 24, "samples_per_prompt": 2, "num_minibatches": 4}
-FLAGS |= {
-    "update_epochs": 3,
-    "log_every": 2,
-    "save_every": 3,
-    "eval_every": 2,
-    "reward_scale": 3.0,
-    "missing_eos_penalty": 0.5,
-}
-FLAGS |= {"max_prompt_length": 6, "max_response_length": 9}
-
-
+FLAGS |= {"update_epochs": 3, "log_every": 2, "save_every": 3, "eval_every": 2, "reward_scale": 3.0}
+FLAGS |= {"missing_eos_penalty": 0.5, "max_prompt_length": 6, "max_response_length": 9}
 SAVES = ["save_checkpoint", "save_model"]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """The calls of a run, in order, as (name, arguments, result, began, ended), and its folder.
+    """The calls of a run, in order, as (name, arguments, result), and its folder.
 
-    The clock only moves by the seconds that SECONDS gives to a call. Dataset and eval_dataset are two splits of
-    one folder. Its prompts have up to 8 tokens, and one has none.
+    The clock only moves by the seconds that SECONDS assigns to a call. Dataset and eval_dataset are two splits of one
+    folder. Its prompts have up to 8 tokens, and one is empty.
     """
     folder, calls, clock = tmp_path_factory.mktemp("one"), [], [0.0]
     (folder / "data").mkdir()
@@ -55,12 +47,11 @@ def seen(tmp_path_factory):
 
     def watched(name, function):
         def stand_in(*args, **options):
-            began = clock[0]
             result = function(*args, **options)
             if name == "generate":
                 result["row"] = torch.arange(len(result["truncated"]))
             clock[0] += SECONDS.get(name, 0)
-            calls.append(SimpleNamespace(name=name, args=args, result=result, began=began, ended=clock[0]))
+            calls.append(SimpleNamespace(name=name, args=args, result=result))
             return result
 
         return stand_in
@@ -86,7 +77,7 @@ def iterations(calls) -> list:
 
 
 def test_each_pass_has_every_response_once_in_a_new_order(seen):
-    """update_epochs passes of num_minibatches steps each."""
+    """There are update_epochs passes of num_minibatches steps each."""
     for calls in iterations(seen[0]):
         steps = [call.args[1]["row"].tolist() for call in named(calls, "policy_loss")]
         assert len(steps) == len(named(calls, "optimizer_step")) == 12
@@ -96,8 +87,8 @@ def test_each_pass_has_every_response_once_in_a_new_order(seen):
         assert len(parts) == 4
 
 
-def test_prompts_and_held_out_prompts_are_those_of_their_split_that_fit(seen):
-    """Up to max_prompt_length tokens and not none. Each evaluation has all of them."""
+def test_prompts_of_the_right_length_come_from_their_split(seen):
+    """They have from one to max_prompt_length tokens. Each evaluation uses all of them."""
     trained = [row for call in named(seen[0], "choose_rows") for row in call.result]
     evaluated = [call.args[4] for call in named(seen[0], "evaluate")]
     for rows, first in ((trained, "3"), (evaluated[0], "5")):
@@ -107,7 +98,7 @@ def test_prompts_and_held_out_prompts_are_those_of_their_split_that_fit(seen):
     assert len(evaluated[0]) == 20 and evaluated == evaluated[:1] * 4
 
 
-def test_each_evaluation_has_the_held_out_reward(seen):
+def test_each_evaluation_uses_the_held_out_reward(seen):
     lines = read_jsonl(seen[1] / "metrics.jsonl")
     scores = {line["iteration"]: [x for key, x in line.items() if "eval/score" in key] for line in lines}
     assert scores == {0: [7.0] * 10, 1: [], 2: [7.0] * 10, 3: [], 4: [7.0] * 10, 5: [7.0] * 10}
@@ -123,7 +114,7 @@ def test_held_out_rows_without_a_group_are_one_group():
 
 
 def test_times_are_those_of_what_they_name(seen):
-    """Sampling without the reward; tokens by sampling, reward and update, and so what is left."""
+    """sampling_seconds leaves the reward out. Tokens per second and the time left include reward and update."""
     for calls, line in zip(iterations(seen[0]), read_jsonl(seen[1] / "metrics.jsonl")[1:], strict=True):
         tokens = named(calls, "measure")[0].args[1]["response_mask"].sum().item()
         assert line["sampling_seconds"] == 1
@@ -147,14 +138,14 @@ def test_a_sample_is_a_response_to_its_prompt_with_its_raw_score(seen, tokenizer
 
 
 def test_a_checkpoint_comes_after_the_lines_of_its_iteration_and_before_the_model(seen):
-    """Else a kill between the two would leave an iteration without a line. log_every and save_every are kept."""
+    """Otherwise a kill in between would leave an iteration without a line. log_every and save_every are respected."""
     order = [[x.name for x in named(calls, "log", "log_samples", *SAVES)] for calls in iterations(seen[0])]
     sampled, saved = ["log", "log_samples"], ["log", *SAVES]
     assert order == [["log"], sampled, saved, sampled, saved]
     assert [call.args[1] for call in named(seen[0], "save_checkpoint")] == [3, 5]
 
 
-def test_local_data_leaves_no_copy_that_could_be_read_later(tmp_path, monkeypatch):
+def test_local_data_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", [{"prompt": "3 ?"}])
@@ -167,11 +158,8 @@ def test_a_dataset_can_have_a_configuration_and_a_split_of_its_own(tmp_path, cap
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}\n---\n")
     for name in ("train", "train_prefs"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    for name, split in (
-        (":main", "train"),
-        (":main:train_prefs", "train_prefs"),
-        ("::train_prefs", "train_prefs"),
-    ):
+    names = {":main": "train", ":main:train_prefs": "train_prefs", "::train_prefs": "train_prefs"}
+    for name, split in names.items():
         assert grpo.read_rows("", f"{tmp_path}{name}", "train") == [{"prompt": split}]
     for name in (":other", ":main:other"):
         error = refused(capsys, grpo.read_rows, "--dataset d", f"{tmp_path}{name}", "train")
@@ -179,7 +167,7 @@ def test_a_dataset_can_have_a_configuration_and_a_split_of_its_own(tmp_path, cap
 
 
 def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
-    """A prompt that is left out need not fit the model."""
+    """A prompt that is too long for the model does not matter if it is not used."""
     rows = [{"prompt": "3 ?"}, {"prompt": "4 ?"}, {"prompt": "3 + " * 2000}]
     data = str(write_jsonl(tmp_path / "data.jsonl", rows))
     assert len(grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), make_tokenizer(), 2)) == 2
@@ -187,7 +175,7 @@ def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
 
 @pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
 def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
-    """The last of a rollout too."""
+    """Even if it is the last of a rollout."""
     (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [1.0] * 15 + [float('{score}')]\n")
     said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:f", run_dir=tmp_path / "run")
     assert f"returned {score} for completion 15" in said
@@ -197,14 +185,14 @@ def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
 
 
 def half(folder, name, source):
-    """The model of source, saved in bfloat16 as most models of the hub are."""
+    """A copy of a model, saved in bfloat16 as most models of the hub are."""
     auto = getattr(transformers, f"AutoModelFor{name}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     return save(folder, auto.from_pretrained(source).bfloat16(), tokenizer)
 
 
 def watched_passes(monkeypatch, module) -> list:
-    """Of each forward pass of a model that a script loads: whether it is under autocast, and the dtype of weights."""
+    """For each forward pass of a model that a script loads: whether autocast is on, and the dtype of its weights."""
     passes, load_model = [], module.load_model
 
     def watch(*args):
@@ -219,7 +207,7 @@ def watched_passes(monkeypatch, module) -> list:
 
 @pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
 def test_a_run_in_bfloat16_has_float32_weights_and_passes_under_autocast(script, tmp_path, monkeypatch):
-    """Policy, reference, critic and reward model, also if they were saved in bfloat16. A score keeps its digits."""
+    """Policy, reference, critic and reward model are saved in bfloat16. Scores keep their digits."""
     policy = half(tmp_path / "policy", "CausalLM", ROOT / "toy" / "policy")
     judge = half(tmp_path / "judge", "SequenceClassification", ROOT / "toy" / "reward_model")
     passes = watched_passes(monkeypatch, script)

@@ -1,7 +1,6 @@
-"""Micro-batches and ranks change memory and time, never a gradient: every script's main, in policy scripts on a fixed
-rollout.
+"""Micro-batches and ranks change memory and time, but no gradient. All tests run the main function of a script.
 
-All cases of a number of ranks run in one launch of driver.py. The parameter `name` of each test is its script.
+All cases for a number of ranks run in one launch of driver.py. The parameter `name` of each test is its script.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def stage_cases(name: str, ranks: int, folder) -> dict[str, dict]:
-    """The flags of the runs of sft.py, reward_model.py or dpo.py on so many ranks: one step each."""
+    """The flags of the runs of sft.py, reward_model.py or dpo.py on some ranks, with one step each."""
     data = folder / f"{name}.jsonl"
     flags = {"model": folder / "start", "dataset": data, "num_epochs": 1, "batch_size": 16}
     flags |= {"max_grad_norm": 1e9, "warmup_iterations": 0}
@@ -51,7 +50,7 @@ def policy_cases(name: str, ranks: int, folder) -> dict[str, dict]:
     if "kl_coef" in fields:
         fixed["kl_coef"] = 0.3
     if "num_minibatches" in fields:
-        fixed["num_minibatches"] = 1  # they are drawn rank by rank: two would be others on other ranks
+        fixed["num_minibatches"] = 1  # each rank draws its own, so two would depend on the number of ranks
     if name == "rloo":
         fixed["reward_zscore"] = True
     if name == "grpo":  # evaluation is the same code in all
@@ -74,7 +73,7 @@ def policy_cases(name: str, ranks: int, folder) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory, request):
-    """By number of ranks, script and case, what each rank saw; only of scripts whose tests are selected."""
+    """What each rank saw, by number of ranks, script and case. Scripts whose tests are not selected do not run."""
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     result = {}
     for ranks in (1, 2):
@@ -93,7 +92,7 @@ def joined(seen: list[dict], key: str) -> list:
 
 
 def check_gradients(whole: dict, seen: list[dict]) -> None:
-    """Those of one rank and a single micro-batch, and the same on all ranks to the last bit."""
+    """They equal the gradients of one rank with a single micro-batch, and all ranks have the same to the last bit."""
     for expected, gradient in zip(whole["gradients"], seen[0]["gradients"], strict=True):
         assert expected.norm() > 1e-3 and (gradient - expected).norm() < 1e-12 * expected.norm()
     assert all(rank["digests"] == seen[0]["digests"] for rank in seen)
@@ -111,7 +110,7 @@ def test_gradients_depend_on_neither_micro_batches_nor_ranks(runs, name):
         for found, expected in zip(joined(seen, "advantages"), whole["advantages"], strict=True):
             assert found == pytest.approx(expected, rel=1e-11, abs=1e-11)
         tokens = [sum(map(len, rank["advantages"])) for rank in seen]
-        assert len(set(tokens)) == len(seen)  # were they equal, a count per rank would pass
+        assert len(set(tokens)) == len(seen)  # if they were equal, counts per rank would pass
         for line, expected in zip(seen[0]["metrics"], whole["metrics"], strict=True):
             assert line == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -122,14 +121,14 @@ def test_stages_depend_on_neither_micro_batches_nor_ranks(runs, name):
     for seen in (runs[1, name, "fixed"], runs[2, name, "fixed"]):
         check_gradients(whole, seen)
         for line, expected in zip(seen[0]["metrics"], whole["metrics"], strict=True):
-            if name == "dpo" and "accuracy" in line:  # of margins that are 0, except for rounding
+            if name == "dpo" and "accuracy" in line:  # the margins are 0, except for rounding
                 line = line | {"accuracy": expected["accuracy"]}
             assert line == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SKELETONS)
 def test_every_response_has_its_own_score(runs, tokenizer, name):
-    """In remax.py the greedy response, which is number 0, has one too."""
+    """In remax.py, so does the greedy response, which is number 0."""
     (seen,) = runs[1, name, "whole"]
     k = len(seen["prompts"]) // len({tuple(ids) for ids in seen["prompts"]})
     for i, (ids, scores) in enumerate(zip(seen["prompts"], seen["scores"], strict=True)):
@@ -141,7 +140,7 @@ def test_every_response_has_its_own_score(runs, tokenizer, name):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_ranks_sample_different_prompts_and_stay_equal(runs, name):
-    """Three iterations: the same weights to the last bit, a ratio of 1 at first, each prompt once."""
+    """After three iterations, the weights are the same to the last bit, and no prompt came twice."""
     (one,), two = runs[1, name, "sampled"], runs[2, name, "sampled"]
     assert two[0]["digests"] == two[1]["digests"] != one["digests"]
     assert sorted(joined(two, "prompts")) == sorted(one["prompts"])
@@ -155,14 +154,14 @@ def test_ranks_sample_different_prompts_and_stay_equal(runs, name):
 
 @pytest.mark.parametrize("name", ["grpo"])
 def test_draws_differ_between_ranks_and_iterations(runs, name):
-    """One prompt again and again, a learning rate of 0: what differs can only be the draw."""
+    """All prompts are the same and the learning rate is 0, so only the draws can differ."""
     draws = [str(responses) for responses in joined(runs[2, name, "same"], "responses")]
     assert len(draws) == 4 == len(set(draws))
 
 
 @pytest.mark.parametrize("name", ["ppo"])
 def test_two_ranks_resume_to_the_last_bit(runs, name):
-    """Of all scripts, ppo.py has the most in its checkpoint. test_runs.py has kills on one rank."""
+    """The checkpoint of ppo.py contains the most. test_runs.py kills runs on one rank."""
     whole, resumed = runs[2, name, "sampled"], runs[2, name, "resumed"]
     assert resumed[0]["metrics"] == whole[0]["metrics"] and len(whole[0]["metrics"]) == 3
     for one, other in zip(whole, resumed):
@@ -170,7 +169,7 @@ def test_two_ranks_resume_to_the_last_bit(runs, name):
 
 
 @pytest.mark.parametrize("name", ["dapo"])
-def test_two_ranks_sample_as_often_as_each_needs(runs, name):
+def test_each_of_two_ranks_samples_until_it_has_enough_groups(runs, name):
     seen = runs[2, name, "threes"]
     rollouts = [len(rank["responses"]) for rank in seen]
     assert rollouts[0] != rollouts[1] and min(rollouts) >= 3

@@ -1,4 +1,4 @@
-"""What a stranger's files could do: nothing of a model, a checkpoint or a dataset runs as code, in any script."""
+"""No code of a model, a checkpoint or a dataset is executed, in any script, even if their author is a stranger."""
 
 import builtins
 import importlib
@@ -32,7 +32,7 @@ class Evil:
 
 
 def start(name: str, folder: Path, **flags) -> None:
-    """A short run of any script in folder/run."""
+    """Run any script for a short time in folder/run."""
     flags = {"run_dir": folder / "run", "model": ROOT / "toy" / "policy"} | flags
     if name not in STAGE_DATA:
         return run(name, num_iterations=1, **flags)
@@ -41,7 +41,7 @@ def start(name: str, folder: Path, **flags) -> None:
 
 
 def as_pickle(folder: Path, source: Path) -> Path:
-    """The model of source with its weights as a pickle, which any loader of pickles can read."""
+    """A copy of a model with its weights as a pickle, which could be loaded."""
     shutil.copytree(source, folder)
     auto = transformers.AutoModelForCausalLM
     if "SequenceClassification" in (source / "config.json").read_text():
@@ -61,7 +61,7 @@ def test_pickled_weights_are_refused(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("flag", ["reward", "eval_reward"])
 def test_pickled_weights_of_a_judge_are_refused(flag, tmp_path, capsys):
-    """ppo.py loads it a second time, as its critic."""
+    """ppo.py loads the reward model a second time, as its critic."""
     folder = as_pickle(tmp_path / "judge", ROOT / "toy" / "reward_model")
     said = refused(capsys, start, "grpo", tmp_path, **{flag: folder})
     assert str(folder) in said and "safetensors" in said
@@ -71,7 +71,7 @@ def test_pickled_weights_of_a_judge_are_refused(flag, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_code_of_a_model_or_its_tokenizer_runs(name, tmp_path, monkeypatch):
-    """Of a known type, which could be loaded without: it is. Of an unknown one: an error. Nobody is asked."""
+    """A model of a known type is loaded without its code, and an unknown type is an error. The user is not asked."""
     asked = []
     monkeypatch.setattr(builtins, "input", lambda text="": asked.append(text) or "y")
     model = tmp_path / "model"
@@ -92,8 +92,8 @@ def test_no_code_of_a_model_or_its_tokenizer_runs(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_is_data_and_no_flag_sends_any(name, tmp_path, monkeypatch):
-    """Without --track a run needs no wandb."""
+def test_a_checkpoint_with_code_is_refused(name, tmp_path, monkeypatch):
+    """And without --track, a run needs no wandb."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     start(name, tmp_path)
     path = tmp_path / "run" / "checkpoint.pt"
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_data_and_no_flag_sends_any(name, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", sync.paths())
 def test_each_call_of_a_loader_in_a_script_is_a_safe_one(name):
-    """The tests above run four scripts. In all: a loader says that it runs no code and reads no pickle."""
+    """In every script, each loader refuses code and pickles. The tests above run only some scripts."""
     code = re.sub("#.*", "", SOURCES[name])
     code = code.replace("peft.PeftModel.from_pretrained(", "")  # reads pickles with weights_only=True
     count = {x: len(re.findall(x, code)) for x in ("from_pretrained\\(", "trust_remote_code=False")}

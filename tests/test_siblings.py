@@ -1,12 +1,12 @@
-"""Policy scripts differ in docstring and estimator block, and in nothing else; sync.py keeps it so."""
+"""Policy scripts differ in docstring and estimator block, and in nothing else, because sync.py keeps them alike."""
 
 import ast
 import difflib
+import importlib
 import random
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,14 @@ import tables
 from conftest import POLICY_SCRIPTS, ROOT
 from planted import BUGS, IN_VECTORS
 
-VARIANTS = {name: sync.variants()[name] for name in sync.features().values()}  # not those made from others
+VARIANTS = {name: sync.variants()[name] for name in sync.features().values()}  # without those that were made
 PATHS = {name: path for name, path in sync.paths().items() if name in VARIANTS or name not in sync.variants()}
 SCRIPTS = {name: path.read_text() for name, path in PATHS.items()}
 
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_the_skeletons_are_the_same(name):
-    """Those in INSERTS have a few more lines of code, and may declare a flag in another way."""
+    """A script in INSERTS may have a few more lines of code, and may declare a flag differently."""
     skeletons = [sync.skeleton(SCRIPTS[script]) for script in ("grpo", name)]
     assert sync.inserting(name) or skeletons[0] == skeletons[1]
     lines = list(difflib.ndiff(*(skeleton.splitlines() for skeleton in skeletons)))
@@ -36,7 +36,7 @@ def test_the_skeletons_are_the_same(name):
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_script_stands_alone(path):
-    """It imports nothing from here, its inline metadata pins what requirements.txt pins, its lines end at 110."""
+    """It imports nothing of this repository, pins what requirements.txt pins, and has at most 110 columns."""
     source = path.read_text()
     assert max(map(len, source.splitlines())) <= 110
     imported = re.findall(r"^\s*(?:from|import) (\.|\w+)", source, re.MULTILINE)
@@ -84,7 +84,7 @@ PLACE = "def choose_rows("  # a line of the skeleton that every script has
 
 
 def test_sync_carries_an_edit_into_every_script(folder):
-    """Once, and nothing else. A variant gets its parent's estimator; a made one is what make variant makes now."""
+    """Once, and nothing else. A variant gets its parent's estimator, and a script of `make variant` is made again."""
     assert sync.sync(folder) == 0
     assert sync.variant("rloo", "lora", folder) == 0
     assert all(sync.paths(folder)[name].read_text() == SCRIPTS[name] for name in SCRIPTS)
@@ -118,7 +118,7 @@ def test_sync_carries_an_edit_into_every_script(folder):
 
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_sync_follows_one_edit_after_the_other(is_committed, folder):
-    """Whether or not they are committed in between, and back again. So does the block of a variant."""
+    """Whether or not they are committed in between, and also when the edit is undone. So does a variant's block."""
     before, parent = read(folder), "reinforce_pp_baseline"
     for words in (["first"], ["second"], ["second", "third"], []):
         for name, place in {"grpo": PLACE, parent: "def policy_loss("}.items():
@@ -136,7 +136,7 @@ def test_sync_follows_one_edit_after_the_other(is_committed, folder):
 
 
 def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
-    """Nothing that only one script has is overwritten. A refused edit that is made by hand is accepted."""
+    """An edit of one script alone is not overwritten, and a refused edit is accepted once it is made by hand."""
     lines = {name: sync.skeleton(SCRIPTS[name]).splitlines() for name in (*POLICY_SCRIPTS, *VARIANTS)}
     lacking = [x for x in lines["grpo"] if len(x) > 30 and [x in y for y in lines.values()].count(False) == 1]
     [line] = [x for x in lacking if x not in lines["grpo_vllm"]][:1]
@@ -147,7 +147,7 @@ def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
         new = f"\n# mine\n{place}" if name != "ppo" else "\nimport torch as torch\n"
         edit(sync.paths(folder)[name], f"\n{place}", new)
     before = read(folder)
-    for _ in range(2):  # saying it again does not help
+    for _ in range(2):  # a second call changes nothing
         assert sync.sync(folder) == 1
         after, said = read(folder), capsys.readouterr().out
         assert {*re.findall(r"(\w+)\.py: not written", said)} == {"grpo_vllm", *mine}
@@ -166,7 +166,7 @@ def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
 
 
 def test_an_edit_of_any_line_is_carried_or_made_by_hand():
-    """Into that line and no other, unless the script has no such line, and once."""
+    """It changes that line and no other, and only once. It is refused only if the script has no such line."""
     scripts = {name: sync.skeleton(SCRIPTS[name]) for name in (*POLICY_SCRIPTS, *VARIANTS)}
     lines, carried = scripts["grpo"].splitlines(True), 0
     numbers = [i for i, line in enumerate(lines) if line.strip() not in ("", "# own")]
@@ -190,15 +190,16 @@ def test_an_edit_of_any_line_is_carried_or_made_by_hand():
     "mine, before, after, expected",
     [
         ("a own x own b x c", "a x b x c", "a X b x c", "a own X own b x c"),  # one x between a and b
-        ("a own x own c", "a x b x c", "a X b x c", None),  # this x can be either
+        ("a own x own c", "a x b x c", "a X b x c", None),  # x may be the first or the second
         ("a b c own x d", "a x b c d", "a X b c d", "a b c own X d"),  # moved
-        ("a b c own X d", "a x b c d", "a X b c d", "a b c own X d"),  # and made by hand
-        ("a own b", "a x y b", "a b", None),  # own takes their place
+        ("a b c own X d", "a x b c d", "a X b c d", "a b c own X d"),  # moved, and edited by hand
+        ("a own b", "a x y b", "a b", None),  # own has replaced x and y
         ("a x b", "a x y b", "a b", "a b"),
         ("a own b", "a b", "a x b", "a x own b"),
-        ("a own x b", "a b", "a x b", "a own x b"),  # made by hand
+        ("a own x b", "a b", "a x b", "a own x b"),  # edited by hand
         ("a own d", "a b c d", "a b x c d", None),
-        ("a x own y b", "a x y b", "a z b", None),  # own would stand between nothing
+        ("a x y own b", "a x y b", "a z b", "a z own b"),
+        ("a x own y b", "a x y b", "a z b", None),  # own has no place beside z
     ],
 )
 def test_an_edit_has_one_place(mine, before, after, expected):
@@ -207,9 +208,9 @@ def test_an_edit_has_one_place(mine, before, after, expected):
     assert (None if lost else result.split()) == (expected and expected.split())
 
 
-@pytest.mark.parametrize("pair", ["reinforce rloo", "grpo ppo", "grpo grpo_lora", "sft dpo"])
+@pytest.mark.parametrize("pair", ["reinforce rloo", "grpo grpo_lora"])
 def test_make_diff_has_all_lines_with_the_method_first(pair, capsys):
-    """The numbers in its headings are those of the lines below them, and blank lines do not count."""
+    """A heading counts the lines below it, without blank lines."""
     a, b = pair.split()
     assert sync.diff(a, b) == 0
     shown = capsys.readouterr().out
@@ -223,43 +224,11 @@ def test_make_diff_has_all_lines_with_the_method_first(pair, capsys):
     lines = [re.findall(r"^[+-] *(\S.*)", part, re.MULTILINE) for part in parts]
     numbers = [sum(map(int, re.findall(r"\d+(?= lines? of| of)", part.splitlines()[0]))) for part in parts]
     assert sum(numbers) == sum(map(len, lines))
-    if (a, b) == ("reinforce", "rloo"):
-        code = [x for x in lines[0] if not x.startswith('"""') and not re.match(r"\w+: \w", x)]
-        assert parts[0].startswith(f"The method: {len(code)} lines of code, ") and "the same" in parts[1]
-
-
-def test_a_wrong_command_is_answered_in_a_sentence(capsys):
-    for words in ((), ("grpo",), ("", "grpo"), ("grpo", "no")):
-        assert sync.diff(*words) == 2
-        reason = "no is" if "no" in words else "give two scripts"
-        assert capsys.readouterr().out.startswith(f"error: {reason}")
-    for words in (["no"], ["variant", "rloo"], ["diff", "a", "b", "c"], ["--help"]):
-        command = [sys.executable, "tools/sync.py", *words]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == (0 if words == ["--help"] else 2) and not result.stderr
-        assert result.stdout == f"{sync.__doc__}\n"
-
-
-def test_make_lists_its_targets():
-    makefile = (ROOT / "Makefile").read_text()
-    command = ["make", "--no-print-directory", "--directory", ROOT]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    targets = re.findall(r"^make (?!  )([\w-]+)", said, re.MULTILINE)
-    assert {"help", *targets} == {*re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[1].split()}
-    assert all(len(re.split(r"  +", line, maxsplit=1)) == 2 or "=" in line for line in said.splitlines())
-    for words, program in {
-        "diff A=a B=b": 'sync.py diff "a" "b"',
-        "variant SCRIPT=a FEATURE=b": "sync.py variant a b",
-        "patch SCRIPT=a PATCH=b TO=c": 'sync.py patch a b "c"',
-        "mix ADVANTAGE=a LOSS=b": 'mix.py a b "runs"',
-    }.items():
-        said = subprocess.run([*command, "-n", *words.split()], capture_output=True, text=True).stdout
-        assert said.endswith(f" tools/{program}\n")
 
 
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_an_algorithm_has_its_three_files(name):
-    """The script, plain loops in references.py, a row and a section in docs/methods.md."""
+    """The script, plain loops in references.py, a section and rows in docs/methods.md and docs/learn.md."""
     title = SCRIPTS[name].partition('"""')[2].partition("\n")[0]
     assert name == "grpo" or title not in SCRIPTS["grpo"], f"{name}.py: it needs its own docstring"
     for function in (f"{name}_advantages", f"{name}_loss"):
@@ -268,11 +237,17 @@ def test_an_algorithm_has_its_three_files(name):
     assert f"\n| [`{name}`](#{name}) |" in methods, f"docs/methods.md: add a row | [`{name}`](#{name}) | ..."
     command = rf"\n### {name}\n\n.*`make diff A=\w+ B={name}`"
     assert re.search(command, methods), f"docs/methods.md: add a section ### {name} with its `make diff` line"
+    learn = (ROOT / "docs" / "learn.md").read_text()
+    row = re.search(rf"^\| \[`{name}`\]\(methods\.md#{name}\) \|.*", learn, re.MULTILINE)
+    assert row, f"docs/learn.md: add a row for {name} to the table of methods"
+    *_, k, other = (cell.strip() for cell in row[0].strip("|").split("|"))
+    assert other in {*POLICY_SCRIPTS} - {name}
+    assert k == str(importlib.import_module(name).Args.samples_per_prompt)
 
 
 @pytest.mark.parametrize("column, function", {1: "compute_advantages", 2: "policy_loss"}.items())
 def test_scripts_of_one_half_in_docs_methods_have_the_same_code(column, function):
-    """And scripts of different halves different code, docstrings and comments aside."""
+    """Scripts with different halves have different code. Docstrings and comments do not count."""
     page = (ROOT / "docs" / "methods.md").read_text()
     rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `?(\w+)`? \| `?(\w+)`? \|", page, re.MULTILINE)
     assert sorted(row[0] for row in rows) == POLICY_SCRIPTS
@@ -292,7 +267,7 @@ def test_every_planted_bug_still_applies():
     for bug in BUGS.values():
         assert (ROOT / "tests" / bug.tests.split()[0]).exists(), f"there is no {bug.tests}"
         source = bug.plant(bug.path().read_text())
-        if bug.tests not in ("test_estimators.py", "test_patches.py"):  # which run them
+        if bug.tests not in ("test_estimators.py", "test_patches.py"):  # these run the source
             ast.parse(source)
     references = (ROOT / "tests" / "references.py").read_text()
     assert all(bug.plant_in_references(references) for bug in IN_VECTORS)

@@ -1,11 +1,11 @@
-"""The embedded default: what is committed is what make_toy.py makes, and the scripts learn it."""
+"""The toy: make_toy.py makes the committed files, and scripts learn the task."""
 
 import re
 
 import make_tools
 import make_toy
 import pytest
-from conftest import ROOT, SKELETONS, read_jsonl
+from conftest import ROOT, read_jsonl
 from zoo import run
 
 TOY = ROOT / "toy"
@@ -20,7 +20,7 @@ def test_same_seed_same_files(module, folder, tmp_path):
 
 
 def chain_value(prompt: str) -> int:
-    """Left to right, modulo 10, from the text alone."""
+    """The value of a chain, computed from the text."""
     signs = ["+", *re.findall(r"[+-]", prompt)]
     return sum(int(sign + number) for sign, number in zip(signs, re.findall(r"\d", prompt))) % 10
 
@@ -38,9 +38,9 @@ def test_answers_are_right_and_held_out_prompts_are_held_out():
         assert ends == [True, False]
 
 
-@pytest.mark.parametrize("name", SKELETONS)
-def test_it_learns(tmp_path, name):
-    """Within a few iterations; one with a wrong sign falls. All scripts: experiments/toy.py."""
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gkd"])
+def test_the_score_rises_within_a_few_iterations(tmp_path, name):
+    """With a wrong sign, it would fall. experiments/toy.py trains all scripts."""
     run(name, run_dir=tmp_path, num_iterations=15, batch_size=128, max_response_length=40, learning_rate=4e-4)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     score, length = ([line[key] for line in lines] for key in ("score", "response_length"))

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, tokenizers of many kinds, and a script run in this process."""
+"""Small random models of many architectures, tokenizers, and functions that run a script in this process."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ss
 DELTA = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8}
-# The class of the config, and what it has besides SIZES or instead. Windows are shorter than prompts.
+# The class of the config, and its options besides SIZES. Attention windows are shorter than prompts.
 ARCHITECTURES = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -37,13 +37,13 @@ ARCHITECTURES = {
 
 
 def make_model(name: str, vocab_size: int = len(WORDS)):
-    """In eval mode, with weights large enough that its distributions are far from uniform; <eos> is 1."""
+    """A model in eval mode. Its weights are so large that its distributions are far from uniform. <eos> is 1."""
     torch.manual_seed(0)
     family, options = ARCHITECTURES[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, "vocab_size": vocab_size, **options})
     config.initializer_range = 0.3
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # norms and biases start as 1 and 0, at which a wrong one would not show
+    with torch.no_grad():  # norms and biases start at 1 and 0, where some bugs would not show
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -55,9 +55,9 @@ CHAT += " <end> {% endfor %}{% if add_generation_prompt %}<model> {% endif %}"
 
 
 def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = False):
-    """One token per word.
+    """A tokenizer with one token per word.
 
-    bos puts <bos> before every text, as Llama and Gemma do. chat gives a template, whose turns end in <end>.
+    `bos` puts <bos> before every text, as Llama and Gemma do. `chat` adds a template whose turns end in <end>.
     """
     words = {word: i for i, word in enumerate(WORDS)}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
@@ -72,7 +72,7 @@ def make_tokenizer(bos: bool = False, pad: str | None = "<pad>", chat: bool = Fa
 
 
 def save(folder: Path, model, tokenizer, stop_ids=None) -> str:
-    """As on the hub: the generation config has several EOS ids, and settings of sampling to be ignored."""
+    """Save a model as on the hub, with sampling settings in the generation config, which scripts must ignore."""
     if model.can_generate():
         sampling = {"top_k": 2, "top_p": 0.5, "temperature": 0.2, "repetition_penalty": 1.5}
         sampling |= {"do_sample": True, "eos_token_id": stop_ids or 1, "pad_token_id": 0}
@@ -93,7 +93,7 @@ def refused(capsys, start, *args, **flags) -> str:
 
 
 def record(folder: Path, cases: list[dict], ranks: int) -> list[list[dict]]:
-    """Run the cases in one launch of driver.py. For each case, what every rank recorded.
+    """Run the cases in one launch of driver.py. Returns what every rank recorded in each case.
 
     The run of case i is in folder/seen.run<i>.
     """
@@ -105,7 +105,7 @@ def record(folder: Path, cases: list[dict], ranks: int) -> list[list[dict]]:
 
 
 def recorded(monkeypatch, module, name: str) -> list:
-    """What a function of a script gets and returns in each call."""
+    """The arguments and the result of each call of a function of a script."""
     calls, function = [], getattr(module, name)
 
     def stand_in(*args, **options):
@@ -118,18 +118,16 @@ def recorded(monkeypatch, module, name: str) -> list:
 
 
 def run(script: str, **flags) -> None:
-    """Run a policy script in this process, small unless the flags say otherwise."""
+    """Run a policy script in this process. The run is small unless the flags say otherwise."""
     module = importlib.import_module(script)
     small = dict(num_iterations=2, batch_size=16, max_response_length=8, eval_every=0, device="cpu")
-    switches = {True: "--", False: "--no_"}
-    words = [
-        f"{switches[x]}{name}" if isinstance(x, bool) else f"--{name}={x}"
-        for name, x in (small | flags).items()
-    ]
+    words = []
+    for name, x in (small | flags).items():
+        words.append(f"--{'' if x else 'no_'}{name}" if isinstance(x, bool) else f"--{name}={x}")
     module.main(tyro.cli(module.Args, args=words, description=module.__doc__, use_underscores=True))
 
 
-# For sft.py, reward_model.py and dpo.py, with data in toy/
+# The data in toy/ of sft.py, reward_model.py and dpo.py
 STAGE_DATA = {"sft": "demonstrations", "reward_model": "preferences_train", "dpo": "preferences_train"}
 PAIRS = [
     {"prompt": "3 + 5 ?", "chosen": "think 3 + 5 = 8 answer 8", "rejected": "answer 7", "margin": 0.0},
@@ -140,13 +138,13 @@ STAGE_MODELS = ["llama", "gpt2", "qwen2", "mistral", "lfm2"]  # all in float64 a
 
 
 def few(name: str, count: int, folder: Path) -> Path:
-    """A file with the first rows of the toy's data for a script."""
+    """A file with the first rows of the data that a script trains on, or of the toy's held-out prompts."""
     rows = read_jsonl(ROOT / "toy" / f"{STAGE_DATA.get(name, 'heldout')}.jsonl")
     return write_jsonl(folder / f"{name}.jsonl", rows[:count])
 
 
 def held_out(name: str, data: Path | None, size: int) -> dict:
-    """Flags of a run of stage `name`: sft.py evaluates the last `size` examples, others the file, if there is one."""
+    """The flags of a stage with which sft.py evaluates its last `size` examples, and other stages a file."""
     return {"eval_size": size} if name == "sft" else {"eval_dataset": data}
 
 

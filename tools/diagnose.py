@@ -26,20 +26,20 @@ REMEDIES = {
     "flat score": "If scores differ, check which response gets which, raise --learning_rate; or take other prompts.",
     "held-out": "The policy exploits the reward, or memorizes the prompts: raise --kl_coef, improve the reward.",
 }
-# What TRL and verl log, by its name here. Their KL is a mean over tokens, ours a sum over a response.
+# Our names of the metrics that TRL and verl log. Their KL is a mean over tokens, and ours is a sum over a response.
 NAMES = {
     "reward": "score", "critic/score/mean": "score",
     "completions/mean_length": "response_length", "response_length/mean": "response_length",
     "frac_reward_zero_std": "equal_groups", "sampling/sampling_logp_difference/mean": "logprob_difference",
     "kl": "kl", "actor/kl_loss": "kl", "eval_reward": "eval/score/all",
 }  # fmt: skip
-# The metric without which a rule finds nothing
+# The metric that a rule reads
 NEEDS = {"log-probs": "logprob_difference", "equal groups": "equal_groups", "held-out": "eval/score"}
 NEEDS |= dict.fromkeys(("first kl", "negative kl", "kl of 0"), "kl")
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
-    """Flags and rows of a run, with the names that metrics have here. The logs of TRL and verl have no flags."""
+    """The flags and rows of a run, with our names of the metrics. The logs of TRL and verl contain no flags."""
     if path.is_dir():
         return plot.read_run(path)
     rows = []
@@ -61,12 +61,12 @@ def read(path: Path) -> tuple[dict, list[dict]]:
 
 
 def findings(flags: dict, rows: list[dict]):
-    """Yields the name of each finding and what shows it."""
+    """Yield the name of each finding, and what shows it."""
     held_out = [([row[x] for x in row if x.startswith("eval/score/")], row["iteration"]) for row in rows]
     held_out = [(mean(scores), iteration) for scores, iteration in held_out if scores]
     rows = [row for row in rows if "score" in row]  # without the evaluation before training
 
-    # NaN is not below anything, and far smaller numbers than the largest float overflow below.
+    # A comparison with NaN is False. Below, squares of numbers above 1e100 could overflow.
     for row in rows:
         for name, x in row.items():
             if not abs(x) < 1e100:
@@ -78,14 +78,14 @@ def findings(flags: dict, rows: list[dict]):
 
     part, scores = max(5, len(rows) // 4), values("score")
     early, late = mean(scores[:part]), mean(scores[-part:])
-    # Three standard errors of the difference of two means. From a score to the next, the variance is twice its own.
+    # Three standard errors of the difference of two means. The difference of two scores has twice their variance.
     noise = 3 * (variance(b - a for a, b in pairwise(scores)) / part) ** 0.5
     rise = late - early
 
-    # What a few iterations show
+    # Rules for a few iterations
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05  # of the log-prob of a token
     far = [x for x in values("logprob_difference") if x > tolerance]
-    if is_wrong := len(far) > len(rows) / 10:  # then the KL is, too
+    if is_wrong := len(far) > len(rows) / 10:  # then the KL is wrong, too
         yield "log-probs", f"logprob_difference is up to {max(far):.2g}, above {tolerance:g} {len(far)} times"
     kl = 0 if is_wrong or rows[0]["iteration"] > 1 or "teacher" in flags else rows[0].get("kl", 0)
     if abs(kl) > tolerance * rows[0].get("response_length", 0):
@@ -94,7 +94,7 @@ def findings(flags: dict, rows: list[dict]):
     equal = max(mean(equal[:part]), 0 if rise > noise else mean(equal[-part:]))
     if equal > 0.9:
         yield "equal groups", f"equal_groups is {equal:.2g} at a score of {late:.3g}"
-    if len(rows) < 20:  # the rest would be noise
+    if len(rows) < 20:  # the other rules would only see noise
         return
 
     kl = values("kl")[len(rows) // 2 :]
@@ -124,14 +124,10 @@ Run = Annotated[Path, tyro.conf.arg(help="run folder, trainer_state.json, or .js
 
 def main(run: tyro.conf.Positional[Run]) -> None:
     flags, rows = read(run)
-    is_number = all(isinstance(x, int | float) for row in rows for x in row.values())
-    if not is_number or not isinstance(flags, dict):
-        raise ValueError(f"{run}: a metric is no number, or args.json holds no flags.")
     if (count := sum("score" in row for row in rows)) < 5:
-        reason = f"{count} iterations of a policy script, which is too few to tell"
-        raise ValueError(f"{run} has {reason}. Wait for 5.")
+        raise ValueError(f"{run} contains {count} iterations of a policy script. Wait until it contains 5.")
     found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
-    nothing = f"No problem found. Metrics cannot show everything, so also read the samples of {run}."
+    nothing = f"No problem found. Metrics do not show everything, so also read the samples of {run}."
     print(*found or [nothing], sep="\n")
     if count < 20:
         print("Not checked yet: the other rules need 20 iterations.")

@@ -1,4 +1,4 @@
-"""Print what the policy scripts do to a group of responses: the advantage of each token, and the push on it.
+"""Print the advantage of each token in a group of responses, and the push of each policy script on the token.
 
     python tools/explain.py --scores 1 0 0 0 --lengths 3 5 2 4
     python tools/explain.py --model toy/policy        shows what a policy does with the prompt of docs/learn.md
@@ -39,29 +39,24 @@ class Args:
     lengths: tuple[int, ...] = (3, 5, 2, 4)  # tokens of each response, with its EOS
     samples_per_prompt: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Size of a group. By default all responses are one group."""
-    ratio: float = 1.0  # pi_theta / pi_old of every token
     scripts: tuple[str, ...] = tuple(sync.policy_scripts())  # policy scripts, such as rloo grpo
     model: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Show the choices of the toy's policy in this folder, instead of a group."""
 
     def check(self) -> None:
-        """Raise a ValueError that says what to do, if no script could take these values."""
-        if unknown := {*self.scripts} - {*sync.policy_scripts()}:
-            raise ValueError(f"--scripts {' '.join(unknown)}: use some of {', '.join(sync.policy_scripts())}")
+        """If no script accepts these values, raise a ValueError."""
         if len(self.scores) != len(self.lengths) or len(self.scores) < 2:
             found = f"{len(self.scores)} --scores, {len(self.lengths)} --lengths"
             raise ValueError(f"{found}: give two or more of each")
-        if min(self.lengths) < 1 or not self.ratio > 0:
-            raise ValueError(f"--lengths must be 1 or more, and --ratio {self.ratio:g} above 0")
+        if min(self.lengths) < 1:
+            raise ValueError("--lengths must be 1 or more")
         k = self.samples_per_prompt
         if k is not None and (k < 1 or len(self.scores) % k):
             raise ValueError(f"--samples_per_prompt {k}: it must divide the {len(self.scores)} responses")
-        if self.model and not Path(self.model, "config.json").exists():
-            raise ValueError(f"--model {self.model}: not a folder of a model")
 
 
 def loss_and_push(script, args, batch, logprobs, num_sequences, num_tokens):
-    """The loss of a script, and minus its gradient with respect to the log-probs (B, T)."""
+    """The loss of a script, and its gradient with respect to the log-probs (B, T) with the opposite sign."""
     logprobs = logprobs.detach().clone().requires_grad_()
     loss, _ = script.policy_loss(args, batch, logprobs, num_sequences, num_tokens)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -69,24 +64,23 @@ def loss_and_push(script, args, batch, logprobs, num_sequences, num_tokens):
 
 
 def make_rollout(scores, lengths, **tensors) -> dict:
-    """A rollout of responses of these lengths, with log-probs and a KL of 0 unless given; in float64."""
+    """A rollout of responses of these lengths in float64. Log-probs and KL are 0 unless they are given."""
     scores, lengths = torch.as_tensor(scores, dtype=torch.float64), torch.as_tensor(lengths)
     mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
     zeros = dict.fromkeys(("old_logprobs", "ref_logprobs", "kl"), 0.0 * mask.double())
     return {"response_mask": mask, "scores": scores} | zeros | tensors
 
 
-def pushes(module, args, rollout, ratio: float = 1.0):
-    """Advantages and pushes (B, T) of a script on a rollout, every token of which has this ratio."""
+def pushes(module, args, rollout):
+    """The advantages and pushes (B, T) of a script on a rollout, on policy."""
     rollout = rollout | module.compute_advantages(args, rollout)
     mask = rollout["response_mask"]
-    logprobs = rollout["old_logprobs"] + math.log(ratio) * mask
-    _, push = loss_and_push(module, args, rollout, logprobs, len(mask), int(mask.sum()))
+    _, push = loss_and_push(module, args, rollout, rollout["old_logprobs"], len(mask), int(mask.sum()))
     return rollout["advantages"], push
 
 
 def explain(args: Args, script: str):
-    """Advantages and pushes (B, T) of a script. A KeyError if it needs more than a group."""
+    """The advantages and pushes (B, T) of a script. If it needs more than a group, raise a KeyError."""
     module = importlib.import_module(script)
     settings = module.Args(samples_per_prompt=args.samples_per_prompt or len(args.scores))
     settings.overlong_buffer = 0  # the penalty of dapo.py is for the 40 tokens of the toy
@@ -95,12 +89,12 @@ def explain(args: Args, script: str):
     rollout["old_logprobs"] = rollout["ref_logprobs"] = math.log(0.4) * rollout["response_mask"]  # arbitrary
     if not settings.kl_coef:  # there is no reference
         del rollout["ref_logprobs"]
-    return pushes(module, settings, rollout, args.ratio)
+    return pushes(module, settings, rollout)
 
 
 @torch.no_grad()
 def next_probs(folder: str | Path, texts: list[str]) -> list[torch.Tensor]:
-    """The probabilities (length, V) of the token after each token of each text, under the model in a folder."""
+    """For each text, the probabilities (length, V) of the next token after each of its tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1) for text in texts]
@@ -117,7 +111,7 @@ def choices(folder: str | Path) -> list[list[float]]:
 
 
 def print_tree(probs: list[list[float]]) -> None:
-    """Print what choices() returns: the way that the responses to PROMPT part, with probabilities."""
+    """Print the result of choices() as a tree: where the responses to PROMPT differ, and how likely each is."""
     (think, *path), *_, (answer, six, _) = probs
     ends = [
         f"{share:.3f}   {word} {first * share:.3f}"
@@ -135,7 +129,7 @@ def print_tree(probs: list[list[float]]) -> None:
 
 
 def show(row: torch.Tensor, digits: int = 3) -> str:
-    """The numbers of a response's tokens; one number if they are equal."""
+    """The numbers of a response's tokens, or one number if all are equal."""
     numbers = [f"{x:.{digits}f}" for x in row.tolist()]
     return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
 
@@ -150,7 +144,7 @@ def print_table(heads: list[str], lines: Iterable[list[str]]) -> None:
 
 
 def print_group(args: Args) -> None:
-    """A line for each script, or for those with the same numbers: advantage → push of a response's tokens."""
+    """Print advantage → push of each response's tokens. Scripts with the same numbers share a line."""
     lines, left_out = {}, []
     for script in args.scripts:
         try:

@@ -3,8 +3,8 @@
     python tools/mix.py rloo reinforce_pp       write runs/rloo_reinforce_pp.py
     python tools/mix.py rloo dapo methods       write methods/rloo_dapo.py, which make variant and make patch take
 
-The result is the first script with the function policy_loss of the second, and with the functions and flags that this
-one needs. The lines that a method inserts into the skeleton belong to its advantage.
+The result is the first script with the function policy_loss of the second, and with the functions and flags that
+this function needs. The lines that a method inserts into the skeleton belong to its advantage.
 """
 
 import builtins
@@ -15,9 +15,9 @@ from symtable import SymbolTable, symtable
 
 from sync import OWN, ROOT, functions, paths, policy_scripts, write
 
-STEPS = {"num_minibatches", "update_epochs"}  # flags of the loss: one without a ratio allows a single step
+STEPS = {"num_minibatches", "update_epochs"}  # from the loss: without a ratio, it allows only one step
 NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
-# The formulas of a docstring: up to the last of A or G, then up to the loss, then those behind it, as the critic's
+# The formulas of a docstring: for the advantage, for the loss, and after the loss, such as for the critic
 FORMULAS = re.compile(r"\n\n((?:    .+\n)*    [AG]\w* .+\n)((?:    .+\n)*?    loss .+\n)((?:    .+\n)*)\n")
 DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix of two scripts.
 
@@ -28,7 +28,7 @@ DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix of two scripts.
 
 
 def needed(start: str, known: dict[str, str]) -> dict[str, str]:
-    """A function and those that it uses, in the order of the file."""
+    """A function and the functions that it uses, in the order of the file."""
     found, new = set(), {start}
     while new:
         found |= new
@@ -51,10 +51,10 @@ def globals_in(table: SymbolTable) -> set[str]:
 
 
 def describe(name: str, loss: str, sources: dict[str, str], kl: str) -> str:
-    """The docstring of a mix. It has the formulas of both, if they stand in theirs as FORMULAS wants them."""
+    """The docstring of a mix. If FORMULAS finds the formulas of both scripts, it contains them."""
     titles = [re.search(r'^"""(.*?)(?::|\.?$)', sources[x], re.MULTILINE)[1] for x in (name, loss)]
     first, second = (FORMULAS.search(OWN.search(sources[x])[0]) for x in (name, loss))
-    formulas = f"Its advantage is that of {name}.py, and its loss that of {loss}.py: see their docstrings.\n"
+    formulas = f"The advantage is from {name}.py, and the loss is from {loss}.py: see their docstrings.\n"
     if first and second:
         each = "in which A_i or A_t is the advantage of a token"
         if "A_t" in first[1] and "A_t" not in second[2]:
@@ -67,7 +67,7 @@ def describe(name: str, loss: str, sources: dict[str, str], kl: str) -> str:
 
 
 def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
-    """The source of a script with the loss of another. A ValueError says why there is none."""
+    """The source of a script with the loss of another. If there can be none, raise a ValueError."""
     found = paths(root)
     sources = {x: found[x].read_text() for x in policy_scripts(root)}
     [loss, *others] = chosen
@@ -82,7 +82,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
         if "advantages" not in function["policy_loss"]:
             raise ValueError(f"{script}: its loss has no advantage to weigh")
 
-    # The functions: out go the loss and what it alone uses, in come the other loss and what it uses.
+    # Replace the loss, and the functions that only it uses, with the other loss and the functions that it uses.
     new, old = needed("policy_loss", theirs), needed("policy_loss", mine)
     rest = source.replace(OWN.search(source)[0], "")
     for text in old.values():
@@ -98,7 +98,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     for x in old.keys() - {"policy_loss"}:
         block = block.replace(f"{old[x]}\n\n\n", "")
 
-    # The flags: out go those that only the old loss reads, in come those that the new one reads.
+    # Remove the flags that only the old loss reads, and add the flags that the new loss reads.
     own, other = flags_of(block), flags_of(OWN.findall(sources[loss])[1])
     gone = (read_in("".join(old.values()), own) - read_in(rest, own)) | STEPS
     wanted = (read_in("".join(new.values()), other) | STEPS) - {"kl_coef"}
@@ -108,9 +108,8 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     texts = "".join(mine[x] for x in kept), code
     compares, is_compared = (re.search(r'"(kl|ref_logprobs)"', text) for text in texts)
     if compares and is_compared:
-        raise ValueError(
-            f"{name} with {loss}: both have a KL; use a loss without one, such as gdpo's or reinforce_pp's"
-        )
+        remedy = "Use a loss without a KL, such as that of gdpo or reinforce_pp"
+        raise ValueError(f"{name} with {loss}: both have a KL. {remedy}")
     if is_compared:
         own["kl_coef"] = other["kl_coef"]
     elif not compares and "ClassVar" not in own["kl_coef"]:

@@ -2,11 +2,10 @@
 
     python tools/plot.py runs/a runs/b --out b.png
 
-Each run folder is a line. For sft.py, reward_model.py and dpo.py the panels are loss, accuracy and margin. Needs
-matplotlib: pip install --group test
+Each run folder is a line. For sft.py, reward_model.py and dpo.py, the panels are loss, accuracy and margin. Install
+matplotlib with `pip install --group test`.
 """
 
-import importlib.util
 import json
 import math
 import sys
@@ -19,8 +18,8 @@ from typing import Annotated
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-# Okabe and Ito's colors, which all eyes can tell apart, and a grey that shows on white and on black. In the docs, blue
-# is more likely or right, and orange less likely or wrong.
+# Okabe and Ito's colors, which color-blind readers can tell apart, and a grey for light and dark backgrounds. In the
+# docs, blue means more likely or right, and orange means less likely or wrong.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F"
 COLORS = [BLUE, ORANGE, GREEN, PINK, "#000000", "#E69F00", "#56B4E9"]
 
@@ -45,14 +44,14 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
 
 
 def draw(runs: dict[str, list[dict]], path: Path):
-    """A panel for each metric that there is. runs has the rows of each run by its label. Returns the figure."""
+    """Draw a panel for each metric of the runs, given as rows by label, and save the figure."""
     import matplotlib.pyplot as plt
     from matplotlib import cycler
 
     found = dict.fromkeys(chain(*chain(*runs.values())))  # names of metrics, in their order
     names = [name for name in METRICS if name in found] + [name for name in found if name.startswith("eval/")]
     if not names:
-        raise ValueError(f"{', '.join(runs)}: no metrics to draw yet")
+        raise ValueError("there are no metrics to draw. Give folders of runs, such as runs/a.")
     height = math.ceil(len(names) / 2)
     plt.rc("axes", prop_cycle=cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
     size = (8, 2.2 * height + 0.4)
@@ -78,18 +77,12 @@ Out = Annotated[Path, tyro.conf.arg(help="the PNG to write")]
 
 
 def main(runs: tyro.conf.Positional[Runs], out: Out = Path("plot.png")) -> None:
-    if not runs:
-        raise ValueError("give at least one run folder, such as runs/a")
-    if out.suffix != ".png":
-        raise ValueError(f"--out {out}: use a name that ends in .png")
-    if not importlib.util.find_spec("matplotlib"):
-        raise ValueError("matplotlib is not installed. Run pip install matplotlib.")
     draw({str(run): read_run(run)[1] for run in runs}, out)
     print(f"Wrote {out}.")
 
 
 def command(function: Callable, description: str) -> None:
-    """Run the main function of a tool. A ValueError of bad input becomes a sentence and exit code 2."""
+    """Run the main function of a tool. If the input is bad, print the ValueError and exit with code 2."""
     try:
         tyro.cli(function, description=description, use_underscores=True)
     except (OSError, ValueError) as error:

@@ -6,11 +6,11 @@
     python tools/sync.py variant sft lora           write runs/sft_lora.py; lora is the only feature for a stage
     python tools/sync.py patch rloo entropy_bonus   write runs/rloo_entropy_bonus.py, with a patch of patches/
 
-The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's.
-Those in INSERTS have a few more lines, and the variants other ones too: an edit is carried line by line. A variant
-gets its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) the functions that it shares with grpo.py,
-and every script the versions of requirements.txt. A script in which a line has no place, or with an edit of its own, is
-named and not written, and the exit code is 1.
+The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's
+skeleton. The scripts in INSERTS have a few more lines, and variants change some, so an edit is carried line by line. A
+variant also gets its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) gets the functions that it
+shares with grpo.py, and every script gets the versions of requirements.txt. If an edited line has no place in a script,
+or if only that script has an edit, the script is named and not written, and the exit code is 1.
 """
 
 import ast
@@ -32,11 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "methods", "variants")
 CORE = ["reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "ppo", "remax"]
 STAGES = ["sft", "reward_model", "dpo"]
-# A variant is its parent with a system feature. The marker of one that was made by `variant` names its features.
+# A variant is its parent with a system feature. If `variant` made it, its marker also names its features.
 VARIANT = re.compile(r"(?:#.*\n)*# variant of (\w+)\.py(?: with (.+))?$", re.MULTILINE)
 # The number of lines of code that a script may have beyond grpo.py's skeleton
 INSERTS = {"distill": 5, "gdpo": 6, "gkd": 15, "remax": 6, "dapo": 10, "sdpo": 12, "ppo": 25}
-# What does not go together
+# Scripts, features and patches that cannot be combined, with the reason
 REFUSED = {
     ("remax", "async"): "the trainers would wait for greedy responses, which they sample themselves",
     ("flash_reinforce", "correction"): "its ratio and its gate already compare the policy with the sampler",
@@ -58,7 +58,7 @@ REFUSED = {
     ("entropy_bonus", "chunked_head"): "the entropy needs the log-probs of all possible tokens",
     ("tools", "vllm"): "vLLM samples whole responses, and a tool is called in the middle of one",
 }
-# Features for one script only: lines of its estimator that they remove or add
+# Features that change the estimator of their parent, and by how many lines
 ESTIMATOR_LINES = {"process": 2}
 DOCSTRING = r'^""".*?^"""$'
 BLOCK = r"^    # --- estimator: begin.*?^# --- estimator: end[^\n]*$"
@@ -92,7 +92,7 @@ def variants(root: Path = ROOT) -> dict[str, str]:
 
 
 def features(root: Path = ROOT) -> dict[str, str]:
-    """The variant that brings each feature, which is the last word of its name: grpo_lora brings lora."""
+    """The variant that defines each feature. A feature is the last word of its name, such as lora in grpo_lora."""
     markers = {name: VARIANT.match(path.read_text()) for name, path in paths(root).items()}
     return {name.rpartition("_")[2]: name for name, marker in markers.items() if marker and not marker[2]}
 
@@ -106,7 +106,7 @@ def features_of(name: str, root: Path = ROOT) -> list[str]:
 
 
 def inserting(name: str) -> str:
-    """The script of INSERTS whose lines a script has, itself or the advantage of a mix such as ppo_gspo, or ""."""
+    """The script of INSERTS whose lines a script contains: itself, or the advantage of a mix such as ppo_gspo."""
     return next((script for script in INSERTS if f"{name}_".startswith(f"{script}_")), "")
 
 
@@ -120,9 +120,10 @@ def skeleton(source: str) -> str:
 
 @cache
 def pairs(old: str, new: str) -> dict[int, int]:
-    """Which line of old is which line of new, by number. Equal lines are a pair if they can be no others.
+    """The number of the same line in new, for lines of old.
 
-    So a run of equal lines has a line that stands once in both texts, or once in both between such runs.
+    Equal lines may occur several times. So a run of equal lines counts only if it contains a line that occurs once in
+    both texts, or once in both between such runs.
     """
     olds, news = old.splitlines(True), new.splitlines(True)
     blocks = SequenceMatcher(None, olds, news, autojunk=False).get_matching_blocks()
@@ -140,7 +141,7 @@ def pairs(old: str, new: str) -> dict[int, int]:
 
 @cache
 def edits(before: str, after: str) -> list[tuple[int, int, list[str]]]:
-    """The changes: after has new lines in place of before's lines [first, end). Line by line where it can be."""
+    """The changes as (first, end, new): `new` replaces the lines [first, end) of before, one by one if it can."""
     olds, news, found = before.splitlines(True), after.splitlines(True), []
     for _, first, end, start, stop in SequenceMatcher(None, olds, news, autojunk=False).get_opcodes():
         if end - first == stop - start:
@@ -151,28 +152,28 @@ def edits(before: str, after: str) -> list[tuple[int, int, list[str]]]:
 
 
 def shown(before: str, edit: tuple[int, int, list[str]]) -> str:
-    """An edit as a diff shows it."""
+    """An edit as a diff."""
     first, end, new = edit
     old = before.splitlines(True)[first:end]
     return "".join([*(f"    -{line}" for line in old), *(f"    +{line}" for line in new)])
 
 
 def where(part: list[str], lines: list[str]) -> list[int]:
-    """Where lines have this part."""
+    """The places where lines contain this part."""
     return [k for k in range(len(lines)) if lines[k : k + len(part)] == part]
 
 
 def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list[str]]:
-    """mine with the change from before to after, and the edits that have no place in it.
+    """The text `mine` with the change from before to after, and the edits that have no place in it.
 
-    git merge-file refuses an edit beside a line of mine. An edit that mine has already is no edit, nor is one without
-    a place if mine is not what it was `then` in that place: somebody has seen to it.
+    git merge-file would refuse an edit next to a line that only `mine` has. An edit that `mine` already contains is
+    left out. So is an edit without a place if `mine` differs there from `then`, because somebody made it by hand.
     """
     known, lines, lost = pairs(before, mine), mine.splitlines(True), []
     result, was = [[line] for line in [*lines, ""]], then.splitlines(True)
 
     def place(text: str, first: int, end: int) -> slice:
-        """Where text has what before has in its lines [first, end)."""
+        """The lines of text that correspond to the lines [first, end) of before."""
         known = pairs(before, text)
         return slice(known[max(k for k in known if k < first)] + 1, known[min(k for k in known if k >= end)])
 
@@ -182,7 +183,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
         here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
         if new and not here and where(new, inside):
             continue
-        # Not here, but perhaps moved to another function
+        # The lines may have moved to another function.
         is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
         if is_moved and len(moved := where(old, lines)) == 1:
             here = [moved[0] + k for k in range(len(old))]
@@ -216,7 +217,7 @@ def functions(source: str) -> dict[str, str]:
 
 
 def git(root: Path, *words: str) -> str:
-    """What git prints, or nothing if it fails."""
+    """The output of git, which is empty if git fails."""
     return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
 
 
@@ -247,8 +248,8 @@ def sync(root: Path = ROOT) -> int:
     bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
     blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
     commit = last_agreement(root, [name for name in scripts if name != "grpo" and not inserting(name)])
-    # What the last `make sync` left, perhaps not committed yet: a script and the skeleton that it agreed with, its
-    # estimator block and its parent's
+    # What the last `make sync` has written, perhaps without a commit: for each script its own skeleton, grpo.py's, its
+    # estimator block, and its parent's block
     memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
     memory = json.loads(memory_path.read_text()) if memory_path.exists() else {}
 
@@ -257,7 +258,7 @@ def sync(root: Path = ROOT) -> int:
 
     after, agreed = bare["grpo"], OWN.sub("# own", at_commit("grpo"))
     lost, own = {name: [] for name in found}, {name: [] for name in found}
-    for name in [known[feature] for feature in ESTIMATOR_LINES]:  # its parent's block but for some lines
+    for name in [known[feature] for feature in ESTIMATOR_LINES]:  # some lines differ from the parent's block
         before = memory[name][3] if name in memory else OWN.findall(at_commit(parents[name]))[1]
         blocks[name], lost[name] = carry(blocks[name], before, blocks[parents[name]])
     for name, source in sources.items():
@@ -275,8 +276,8 @@ def sync(root: Path = ROOT) -> int:
         lost[name] += missing
         if name in scripts and not missing:
             own[name] = [shown(after, x) for x in edits(after, text) if not inserting(name) or x[0] < x[1]]
-        if own[name] and inserting(name):  # it may have other lines than grpo.py, if it had them before
-            then = then or pin(OWN.sub("# own", at_commit(inserting(name))), requirements)  # of a new mix
+        if own[name] and inserting(name):  # it may keep the lines that it had before
+            then = then or pin(OWN.sub("# own", at_commit(inserting(name))), requirements)  # for a new mix
             own[name] = [x for x in own[name] if x not in {shown(before, y) for y in edits(before, then)}]
         if name in parents:
             changed = [known[feature] for feature in features_of(name, root) if feature in ESTIMATOR_LINES]
@@ -290,9 +291,9 @@ def sync(root: Path = ROOT) -> int:
     for name, path in found.items():
         file = path.relative_to(root)
         if lost[name]:
-            print(f"{file}: not written. These lines have no place in it; make this edit there by hand:")
+            print(f"{file}: not written. These lines have no place in it. Make this edit there by hand:")
         elif own[name]:
-            print(f"{file}: not written. It alone has this edit; make it in its source too, or undo it:")
+            print(f"{file}: not written. No other script has this edit. Make it in its source, or undo it:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
@@ -303,7 +304,7 @@ def sync(root: Path = ROOT) -> int:
     memory_path.write_text(json.dumps(memory))
     groups = before = (root / "pyproject.toml").read_text()
     new = packages(sources["grpo"])
-    for package, version in packages(texts["grpo"]).items():  # of groups that have the same version
+    for package, version in packages(texts["grpo"]).items():  # only where a group has the same version
         groups = groups.replace(f'"{package}{version}"', f'"{package}{new[package]}"')
     if groups != before:
         (root / "pyproject.toml").write_text(groups)
@@ -317,7 +318,7 @@ def packages(source: str) -> dict[str, str]:
 
 
 def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
-    """The source of a script with more features. A ValueError says why there is none."""
+    """The source of a script with more features. If they cannot be combined, raise a ValueError."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
     known, parents = features(root), variants(root)
     if name not in (*policy_scripts(root), *parents, *STAGES) or {*chosen} - {*known}:
@@ -330,23 +331,23 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         for other in (*halves, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
-                raise ValueError(f"{other} with {feature}: {reason or 'has it'}")
+                raise ValueError(f"{other} with {feature}: {reason or 'it has this feature already'}")
         variant, parent = known[feature], parents[known[feature]]
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
         text, lost = carry(text, bare[parent], bare[variant])
-        if name in STAGES:  # in place of the lost lines
+        if name in STAGES:  # it replaces the lost lines
             path = root / "variants" / f"{name}_{feature}.patch"
             if not path.exists():
                 raise ValueError(f"{name} with {feature}: only policy scripts have it")
             text, lost = apply(text, path.read_text(), f"{path.name} does not fit {name}.py"), []
-        # A default that the script has changed too stays the script's.
+        # If both change a default, the script keeps its own.
         lost = [x for x in lost if not re.fullmatch(r" +-    \w+: .* = .*\n +\+    \w+: .* = .*\n", x)]
         if lost:
             raise ValueError("\n".join([f"{name} with {feature}: both change the same lines", *lost]))
         pins |= dict(packages(sources[variant]).items() - packages(sources[parent]).items())
         present = [*present, feature]
-    if {"lora", "vllm"} <= {*present}:  # vLLM gets the weights with the adapter added
+    if {"lora", "vllm"} <= {*present}:  # vLLM needs the weights with the adapter merged
         merged = "merged = copy.deepcopy(policy.base_model).merge_and_unload()\n    weights = dict(merged."
         text = text.replace("weights = dict(policy.", merged)
     dependencies = ", ".join(f'"{package}{version}"' for package, version in pins.items())
@@ -355,19 +356,19 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     header = f"{first_lines}{dependencies}\n# ///\n# variant of {script}.py with {', '.join(present)}\n"
     docstring, *block = OWN.findall(sources[name])
     docstring = started_as(docstring, name, Path(folder_of(name), f"{'_'.join([name, *chosen])}.py"))
-    if name in STAGES:  # With A and B alone, a real model needs ten times the learning rate.
+    if name in STAGES:  # If only the adapter is trained, a real model needs ten times the learning rate.
         docstring, text = (RATE.sub(lambda x: f"{x[1]}{int(x[2]) - 1}", part) for part in (docstring, text))
         docstring = docstring.replace(" LoRA,", "", 1)
     return header + text.replace("# own", docstring, 1).replace("# own", "".join(block), 1)
 
 
 def folder_of(name: str) -> str:
-    """Where `variant` writes a script with a feature: those in variants/ follow the skeleton."""
+    """Where `variant` writes a script with a feature. `sync` updates only those in variants/."""
     return "runs" if name in STAGES else "variants"
 
 
 def started_as(text: str, name: str, path: Path) -> str:
-    """The text with another path of the script in its launch lines."""
+    """The text with the path of the new script in its launch lines."""
     return re.sub(rf"(python|node \d+) \S*\b{name}\.py", rf"\1 {path}", text)
 
 
@@ -377,7 +378,7 @@ def patches(root: Path = ROOT) -> dict[str, Path]:
 
 
 def apply(source: str, diff: str, name: str = "") -> str:
-    """The source with a patch. A hunk goes where its lines stand once, with as much context as fits there."""
+    """The source with a patch. A hunk goes where its lines occur once, with as much context as fits."""
     for hunk in HUNK.findall(diff):
         before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
         cuts = product(range(before.count("\n") + 1), range(after.count("\n") + 1))
@@ -393,7 +394,7 @@ def apply(source: str, diff: str, name: str = "") -> str:
 
 
 def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
-    """The source of a script with patches. A ValueError says why there is none."""
+    """The source of a script with patches. If they do not fit, raise a ValueError."""
     known = patches(root)
     if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
         raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
@@ -417,7 +418,7 @@ def fits(patch: str) -> list[str]:
 
 
 def kinds(source: str) -> list[tuple[str, str]]:
-    """For each line, its part of the script (docstring, method or rest) and what it is (code, flags or text)."""
+    """For each line, its part of the script (docstring, method or rest) and its kind (code, flags or text)."""
     lines, tree = source.splitlines(), ast.parse(source)
     found = [["rest", "text" if line.strip()[:1] in ("", "#") else "code"] for line in lines]
     for node in ast.walk(tree):
@@ -441,15 +442,11 @@ def summary(counts: Counter) -> str:
 
 
 def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
-    """Show how two scripts differ: the method first, the docstring last. Returns the exit code."""
-    found = {path.stem: path for path in (root / "runs").glob("*.py")} | paths(root)  # and those of make mix
+    """Show how two scripts differ, the method first and the docstring last. Returns the exit code."""
+    found = {path.stem: path for path in (root / "runs").glob("*.py")}  # by make mix
+    found |= paths(root)
     if not {a, b} <= {*found}:
-        wrong = " and ".join(
-            f"{name} is no script, here or in runs/" for name in (a, b) if name and name not in found
-        )
-        print(
-            f"error: {wrong or 'give two scripts'}; use make diff A=grpo B=rloo with two of {', '.join(found)}"
-        )
+        print(f"error: make diff needs two scripts, and not A={a} B={b}. Use two of {', '.join(found)}")
         return 2
     files = [str(found[name].relative_to(root)) for name in (a, b)]
     text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
@@ -466,11 +463,8 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
             number = [number[0] + (line[0] in " -"), number[1] + (line[0] in " +")]
         hunks[min(here, key=["method", "docstring", "rest"].index)] += match[0]
     output = f"--- {files[0]}\n+++ {files[1]}\n"
-    for part, title in {
-        "method": "The method",
-        "rest": "The rest of the script",
-        "docstring": "The docstring",
-    }.items():
+    titles = {"method": "The method", "rest": "The rest of the script", "docstring": "The docstring"}
+    for part, title in titles.items():
         output += f"\n{title}: {summary(counts[part])}\n{hunks[part]}"
     if sys.stdout.isatty():
         for pattern, color in {r"^-.*": 31, r"^\+.*": 32, r"^@@.*": 36, r"^The .*": 1}.items():
@@ -481,7 +475,7 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
 
 
 def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
-    """Write what make gives to a new file, or say why there is none. Returns the exit code."""
+    """Write the result of `make` into a new file, or print why there is none. Returns the exit code."""
     words = chosen.split(",")
     path = Path(folder, f"{'_'.join([name, *words])}.py")
     try:

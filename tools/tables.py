@@ -1,4 +1,4 @@
-"""The tables and the diff that cog writes into README.md, docs/ and patches/: make tables."""
+"""The tables and the diff that `make tables` writes into README.md, docs/ and patches/ with cog."""
 
 import ast
 import contextlib
@@ -15,14 +15,14 @@ import sync
 
 # The policy scripts in the order of the tables
 METHODS = [*sync.CORE, *(name for name in sync.policy_scripts() if name not in sync.CORE)]
-# Flags that the table of print_flags shows in a column of their own, or not at all
+# Flags that the last column of print_flags leaves out
 SHOWN_APART = ("samples_per_prompt", "kl_coef", "num_minibatches", "update_epochs", "learning_rate")
 
 
 def print_scripts(folder: str) -> None:
-    """Print a table of the scripts in a folder: what their docstrings begin with. README.md shows it."""
+    """Print a table of the scripts in a folder, with the first lines of their docstrings, for README.md."""
     print("\n| script | what it does |\n|---|---|")
-    own = [*sync.policy_scripts(), *sync.features().values()]  # not those that `make variant` has made
+    own = [*sync.policy_scripts(), *sync.features().values()]  # without those that `make variant` has made
     names = [name for name, path in sync.paths().items() if path.parent.name == folder and name in own]
     for name in names or [*sync.STAGES, *sync.CORE]:
         path = sync.paths()[name]
@@ -35,7 +35,7 @@ def print_scripts(folder: str) -> None:
 
 
 def print_diff(a: str, b: str, function: str) -> None:
-    """Print how the code of a function differs between two scripts, as Markdown. README.md begins with it."""
+    """Print how the code of a function differs between two scripts, for the beginning of README.md."""
     texts = (sync.functions(sync.paths()[name].read_text())[function] for name in (a, b))
     old, new = (re.sub(r'\n *""".*?"""', "", text, flags=re.DOTALL).splitlines() for text in texts)
     lines = difflib.unified_diff(old, new, f"{a}.py", f"{b}.py", "", "", n=99, lineterm="")
@@ -44,7 +44,7 @@ def print_diff(a: str, b: str, function: str) -> None:
 
 
 def print_patches() -> None:
-    """Print the table of patches/README.md: what stands before the diffs, and the scripts that they fit."""
+    """Print the table of patches/README.md, with the text above each diff and the scripts that it fits."""
     print("\n| patch | what it does | source | shipped by | for |\n|---|---|---|---|---|")
     for path in sorted((sync.ROOT / "patches").glob("*.patch")):
         what, source, shipped = path.read_text().partition("\n--- ")[0].splitlines()
@@ -56,7 +56,7 @@ def print_patches() -> None:
 
 
 def print_refused() -> None:
-    """Print the scripts and features that do not go together, in docs/variants.md."""
+    """Print the scripts and features that cannot be combined, for docs/variants.md."""
     lines = [f"- `{a}` with `{b}`: {reason}." for (a, b), reason in sync.REFUSED.items()]
     print("", *lines, "", sep="\n")
 
@@ -70,10 +70,10 @@ def code_of(name: str, function: str) -> str:
 
 
 def print_map() -> None:
-    """Print which advantage and which loss each script has, in docs/methods.md.
+    """Print the advantage and the loss of each script, for docs/methods.md.
 
-    A loss of several scripts has a column; the last column is for losses of one script. A half has the name of
-    the first script that has it.
+    A loss of several scripts has its own column, and the last column lists the losses of single scripts. An advantage
+    or a loss is named after the first script that uses it.
     """
     rows, losses = defaultdict(list), defaultdict(list)
     for name in METHODS:
@@ -86,12 +86,12 @@ def print_map() -> None:
     for names in sorted(rows.values(), key=lambda row: [row[0] not in column for column in columns]):
         cells = [" ".join(f"[`{x}`](#{x})" for x in names if x in column) for column in columns]
         print(f"| `{names[0]}` | {' | '.join(cells)} |")
-    num_advantages = len(rows) - 1  # gkd.py has none
+    num_advantages = len(rows) - 1  # the one of gkd.py is 0
     print(f"\n{num_advantages} advantages, {len(losses)} losses.\n")
 
 
 def scores_times_10(name: str) -> str:
-    """Whether ten times the scores give the same advantages, without KL, length penalty and values."""
+    """Whether the advantages stay the same with ten times the scores, without KL, length penalty and values."""
     import torch
     from references import FOR_0_AND_1, make_rollout
 
@@ -109,7 +109,7 @@ def scores_times_10(name: str) -> str:
 
 
 def print_flags() -> None:
-    """Print default flags, and what decides the size of a step, in docs/methods.md."""
+    """Print default flags, and what determines the size of a step, for docs/methods.md."""
     from common import load, print_provenance
 
     norms = load("norms")
@@ -134,7 +134,7 @@ def print_flags() -> None:
 
 
 def costs(name: str) -> tuple:
-    """What an iteration of a script needs, counted: trained and frozen models, their bytes, responses, passes."""
+    """The costs of an iteration: trained and frozen models, bytes per parameter, responses, forward and backward."""
     import torch
     from zoo import run
 
@@ -148,7 +148,7 @@ def costs(name: str) -> tuple:
         return rollout
 
     def count(module, inputs, output):
-        """Count the responses in a pass of a whole model, unless it samples, which needs a cache."""
+        """Count the responses in a pass of a whole model. Sampling, which uses a cache, does not count."""
         is_critic = type(module).__name__ == "Critic"
         if is_critic or (hasattr(output, "logits") and output.past_key_values is None):
             kind = "trained" if torch.is_grad_enabled() else "frozen"
@@ -161,7 +161,7 @@ def costs(name: str) -> tuple:
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),  # progress bars
         patch.object(script, "generate", generate),
-        patch.object(script, "check_sampling", lambda *_: None),  # two passes when a model is loaded
+        patch.object(script, "check_sampling", lambda *_: None),  # it runs two passes of its own
     ):
         run(name, num_iterations=1, batch_size=batch_size, run_dir=folder)
     hook.remove()
@@ -173,7 +173,7 @@ def costs(name: str) -> tuple:
 
 
 def print_costs() -> None:
-    """Print what the scripts cost, in docs/methods.md. Scripts of equal cost share a line."""
+    """Print the costs of the scripts, for docs/methods.md. Scripts with the same costs share a line."""
     lines = defaultdict(list)
     for name in METHODS:
         lines[costs(name)].append(f"`{name}`")

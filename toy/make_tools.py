@@ -1,4 +1,4 @@
-"""Make toy/tools from a seed: sums that the model cannot do in its head, and a calculator that it may call.
+"""Make toy/tools from a seed: sums that are too hard for the model, which may call a calculator.
 
     python toy/make_tools.py --out /tmp/tools       some minutes on two cores; by default it writes into toy/tools
 
@@ -8,8 +8,8 @@ A response guesses (`answer 8 1 1`) or calls the calculator for each plus:
     call 4 8 + 7 1 5 = 7 6 3 call 7 6 3 + 9 0 = 8 5 3 answer 8 5 3
 
 The calculator (toy/tools/calculator.py) writes what follows `=`. The demonstrations call it in a third of the cases,
-sometimes with a wrong digit. They guess otherwise, near the sum and never right. Sums of four numbers are in the
-demonstrations but in no rollout.
+sometimes with a wrong digit. Otherwise they guess near the sum, and never the sum itself. Sums of four numbers are in
+the demonstrations but in no rollout.
 """
 
 import random
@@ -21,7 +21,7 @@ from make_toy import CURRICULUM_FLAGS, HERE, save_untrained, train, write_jsonl
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "?", "call", "answer"]
 CALL_SHARE = 0.33  # of the demonstrations; the others guess
-SLIP_RATE = 0.06  # per call: one digit of its second number is off by 1
+SLIP_RATE = 0.06  # of the calls have a second number with one digit that is off by 1
 HELDOUT = 200  # prompts per group
 CURRICULUM_STEPS = 1280  # batches of 128, which teach the form of a call
 
@@ -50,7 +50,7 @@ def guess(rng: random.Random, numbers: list[int]) -> str:
 
 
 def make_data(seed: int) -> dict[str, list[dict]]:
-    """The rows of every JSONL file by its name; "curriculum" is used for training only."""
+    """The rows of every JSONL file by its name. "curriculum" is only for training."""
     rng = random.Random(seed)
     heldout_prompts = set()
 

@@ -1,10 +1,10 @@
-"""Make the toy of chain arithmetic from a seed: tokenizer, prompts, demonstrations, preference pairs, models.
+"""Make the toy of chain arithmetic from a seed: tokenizer, prompts, demonstrations, preference pairs and models.
 
     python toy/make_toy.py --out /tmp/toy      some minutes on two cores; the same seed gives the same data
 
 The task is chain arithmetic modulo 10, read from left to right: `3 + 5 - 2 ?`. A response either guesses
-(`answer 6`) or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md beside this file says what
-each result is for.
+(`answer 6`) or works the chain out (`think 3 + 5 = 8 - 2 = 6 answer 6`). README.md in this folder explains what each
+file is for.
 """
 
 import json
@@ -23,14 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 HERE = Path(__file__).resolve().parent
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "-", "=", "?", "think", "answer"]
 WORKED_SHARE = 0.35  # of the demonstrations; the others guess
-SLIP_RATE = 0.06  # per step of a worked-out response: the result is off, and the chain goes on from it
+SLIP_RATE = 0.06  # of the steps of a worked-out response have a wrong result, from which the chain goes on
 GUESS_RATE = 0.25  # of the guesses are right
 CURRICULUM_STEPS = 1280  # batches of 128, which teach toy/base to work chains out
 CURRICULUM_FLAGS = "--num_epochs 1 --no_shuffle --eval_size 0 --learning_rate 3e-3 --no_anneal_lr".split()
 
 
 def make_chain(rng: random.Random, numbers: int) -> list:
-    """A chain of so many numbers with + or - between them: [3, "+", 5, "-", 2]."""
+    """A chain of random numbers with + or - between them, such as [3, "+", 5, "-", 2]."""
     chain = [rng.randrange(10)]
     for _ in range(numbers - 1):
         chain += [rng.choice("+-"), rng.randrange(10)]
@@ -38,7 +38,7 @@ def make_chain(rng: random.Random, numbers: int) -> list:
 
 
 def value(chain: list) -> int:
-    """What the chain comes to, modulo 10."""
+    """The value of the chain, modulo 10."""
     total = chain[0]
     for operator, number in zip(chain[1::2], chain[2::2], strict=True):
         total = (total + number if operator == "+" else total - number) % 10
@@ -50,7 +50,7 @@ def prompt(chain: list) -> str:
 
 
 def worked_out(rng: random.Random, chain: list, slip_rate: float) -> str:
-    """The chain step by step, with slips; the answer is where it ends up."""
+    """The chain step by step, with random errors. The answer is the last result."""
     words, total = ["think", chain[0]], chain[0]
     for operator, number in zip(chain[1::2], chain[2::2], strict=True):
         total = value([total, operator, number])
@@ -61,23 +61,23 @@ def worked_out(rng: random.Random, chain: list, slip_rate: float) -> str:
 
 
 def guess(rng: random.Random, chain: list) -> str:
-    """Nothing but an answer, seldom the right one."""
+    """Only an answer, which is seldom right."""
     right = value(chain)
     return f"answer {right if rng.random() < GUESS_RATE else (right + rng.randrange(1, 10)) % 10}"
 
 
 def respond(rng: random.Random, chain: list) -> str:
-    """A response in one of the two styles, as the demonstrations have them."""
+    """A response in one of the two styles, as in the demonstrations."""
     return worked_out(rng, chain, SLIP_RATE) if rng.random() < WORKED_SHARE else guess(rng, chain)
 
 
 def make_data(seed: int) -> dict[str, list[dict]]:
-    """The rows of every JSONL file by its name; "curriculum" is used for training only and not committed."""
+    """The rows of every JSONL file by its name. "curriculum" is only for training and is not committed."""
     rng = random.Random(seed)
     taken = set()
 
     def rows(counts: dict[int, int], **columns) -> list[dict]:
-        """So many chains of each number of numbers; all of all calls differ."""
+        """Rows with chains, as many of each length as counts says. All rows of all calls differ."""
         chains = []
         for numbers, count in counts.items():
             end = len(chains) + count
@@ -126,13 +126,13 @@ def make_data(seed: int) -> dict[str, list[dict]]:
             if len(train_pairs) < 4500:
                 train_pairs.append(pair)
             elif all(pair["prompt"] != other["prompt"] for other in train_pairs):
-                heldout_pairs.append(pair)  # never a chain of 2: training has all of them
+                heldout_pairs.append(pair)  # never a chain of 2, because training contains all of them
     made = {"train": train, "heldout": heldout, "demonstrations": demonstrations, "curriculum": curriculum}
     return made | {"preferences_train": train_pairs, "preferences_heldout": heldout_pairs}
 
 
 def with_hints(rng: random.Random, demonstrations: list[dict]) -> list[dict]:
-    """The demonstrations, and those of up to 5 numbers again: a right response of their style, the prompt, the same."""
+    """The demonstrations, and again those of up to 5 numbers, with a right response before the prompt and after it."""
     rows = list(demonstrations)
     for row in demonstrations:
         chain = [word if word in "+-" else int(word) for word in row["prompt"].split()[:-1]]
@@ -148,7 +148,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def make_tokenizer(words=WORDS):
-    """One token per word. It adds no special tokens."""
+    """A tokenizer with one token per word, which adds no special tokens."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -157,7 +157,7 @@ def make_tokenizer(words=WORDS):
 
 
 def save_untrained(folder: Path, seed: int, words=WORDS) -> None:
-    """A tokenizer, and a Llama of 0.16 M parameters with random weights."""
+    """Save a tokenizer, and a Llama of 0.16 M parameters with random weights."""
     make_tokenizer(words).save_pretrained(folder)
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -167,7 +167,7 @@ def save_untrained(folder: Path, seed: int, words=WORDS) -> None:
 
 
 def train(script: str, model: Path, dataset: Path, out: Path, seed: int, flags=()) -> None:
-    """Run a script and take its model to out."""
+    """Run a script and copy its model to out."""
     with tempfile.TemporaryDirectory() as runs:
         run_dir = Path(runs, "run")
         command = [sys.executable, HERE.parent / script, "--model", model, "--dataset", dataset]

@@ -1,17 +1,17 @@
-"""Rewards for reinforce_pp_process.py: each result in `think 3 + 5 = 8 - 2 = 6 answer 6` ends a step."""
+"""Rewards for reinforce_pp_process.py. Each result in `think 3 + 5 = 8 - 2 = 6 answer 6` ends a step."""
 
 import re
 
 
 def value(words):
-    """What words such as 3 + 5 - 2 come to, modulo 10; None if they are something else."""
+    """The value of words such as 3 + 5 - 2, modulo 10, or None if they are no chain."""
     text = "".join(words)
     if re.fullmatch(r"\d([+-]\d)*", text):
         return str(sum(map(int, re.findall(r"[+-]?\d", text))) % 10)
 
 
 def right_steps(prompts, tokens, answer, may_be_useless=False, **columns):
-    """1 for a right answer, and for result i if it is the value of the prompt's first i + 1 numbers."""
+    """1 for a right answer, and 1 for result i if it is the value of the prompt's first i + 1 numbers."""
     scores = [[0.0] * len(words) for words in tokens]
     for row, prompt, words, right in zip(scores, prompts, tokens, answer):
         chain, words = prompt.split()[:-1], [word.strip() for word in words if word.strip() != "<eos>"]
@@ -25,5 +25,5 @@ def right_steps(prompts, tokens, answer, may_be_useless=False, **columns):
 
 
 def true_steps(**columns):
-    """1 for a right answer, and for each result of a true equation: 8 + 0 = 8 counts as often as it is written."""
+    """1 for a right answer, and 1 for each result of a true equation, so 8 + 0 = 8 scores each time."""
     return right_steps(may_be_useless=True, **columns)

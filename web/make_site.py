@@ -24,7 +24,7 @@ sys.path.append(str(ROOT / "tools"))
 import sync  # noqa: E402
 
 PAGES = {"Train it": "train", "Compare": "compare"}  # of web/
-GROUPS = {  # of the navigation; a page of docs/ that is in none comes last
+GROUPS = {  # of the navigation. Other pages of docs/ come last
     "Understand": ["bugs", "methods", "exact"],
     "Use": "recipes metrics variants patches/index stages names conformance/index CONTRIBUTING".split(),
     "Evidence": ["results", "experiments/index"],
@@ -36,20 +36,20 @@ HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE) 
 
 
 def hunks(a: Path, b: Path) -> list[list[int]]:
-    """What `make diff` shows, as [first, end) of the lines of a and of b, counted from 0."""
+    """The hunks of `make diff`, as [first, end) of the lines of a and of b, counted from 0."""
     command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", "--unified=0", "--", a, b]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = []
     for groups in HUNK.findall(output):
         a_first, a_count, b_first, b_count = (int(x or 1) for x in groups)
-        # "-5,0" stands behind line 5, "-5,2" begins with it.
+        # "-5,0" is after line 5, and "-5,2" begins with line 5.
         a_start, b_start = a_first - (a_count > 0), b_first - (b_count > 0)
         found.append([a_start, a_start + a_count, b_start, b_start + b_count])
     return found
 
 
 def page_of(path: Path) -> Path:
-    """The page that a file of the repository becomes, before zensical makes HTML of it."""
+    """The path of the page for a file of the repository, before zensical converts it to HTML."""
     if path.suffix == ".html":
         return WORK / "pages" / f"{path.stem}.md"
     name = path.relative_to(ROOT).as_posix().removeprefix("docs/").replace("README.md", "index.md")
@@ -57,7 +57,7 @@ def page_of(path: Path) -> Path:
 
 
 def write_pages(scripts: dict[str, Path]) -> None:
-    """README.md, docs/, the scripts and what they link to."""
+    """Write pages for README.md, docs/, the scripts, and the files that they link to."""
     todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *scripts.values()]
     for path in todo:  # link appends to it
 
@@ -78,13 +78,13 @@ def write_pages(scripts: dict[str, Path]) -> None:
             text = re.sub("π_(old|ref|θ)", r"π<sub>\1</sub>", path.read_text())
             target.write_text(LINK.sub(link, text))
         else:
-            language = "python" if path.suffix == ".py" else "text"  # colours make data nine times as large
+            language = "python" if path.suffix == ".py" else "text"  # colors would make data larger
             head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n"
             target.write_text(f"{head}~~~~~{language}\n{path.read_text()}~~~~~\n")
 
 
 def write_settings() -> None:
-    """web/zensical.yml with the navigation."""
+    """Write web/zensical.yml with the navigation."""
     nav = [{title: f"{name}.md"} for title, name in [("Home", "index"), ("Learn", "learn"), *PAGES.items()]]
     others = {path.stem for path in ROOT.glob("docs/*.md")}.difference(["learn"], *GROUPS.values())
     for title, names in GROUPS.items():
@@ -103,12 +103,11 @@ def mathml(match: re.Match) -> str:
 
 
 def finish(folder: Path) -> None:
-    """Edit what zensical has written, where its settings do not reach. A new version of it may need other patterns.
+    """Edit the pages of zensical where no setting can. A new version of zensical may need other patterns.
 
-    Formulas become MathML, because a script that draws TeX would come from a network. A name may be broken after an
-    underscore. site.css needs to know which code is a drawing, so that it is not wrapped, and which cells of tables
-    have sentences, so that they are wide enough on a phone. Search results show no formulas. The links of 404.html
-    need a server.
+    Formulas become MathML, because scripts that draw TeX would need a network. Names may wrap after an underscore.
+    site.css must know which code is a drawing, which must not wrap, and which cells of tables contain sentences, which
+    must be wide on a phone. Search results show no formulas, and the links of 404.html would need a server.
     """
     tex = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
     drawing = re.compile(r"<pre(?=><span></span><code>[^\n]*[─█])")
@@ -124,10 +123,10 @@ def finish(folder: Path) -> None:
 
 
 def write_data(scripts: dict[str, Path]) -> None:
-    """What Compare shows, as a script: a page that is opened from disk may not fetch.
+    """Write the data of the page Compare as a script, because a page that is opened from disk may not fetch files.
 
-    The scripts have most lines in common, so each line stands there once, in colours, and a script has its numbers.
-    A letter says what a line is: code of the method, other code, a flag, text, or nothing. `head` is the number of
+    The scripts share most lines, so each line is written once, in colors, and a script lists the numbers of its lines.
+    A letter says whether a line is code of the method, other code, a flag, text, or empty. `head` is the number of
     lines up to the end of the docstring.
     """
     numbers, data, methods = {}, {}, (ROOT / "docs" / "methods.md").read_text()

@@ -1,6 +1,7 @@
 """Write web/tree.js, the choices of toy/policy for the page Train it: python web/make_tree.py
 
-For each token of a right response: its probability, and what the policy does after the likeliest wrong token, a slip.
+The file lists the probability of each token of a right response, and how the policy goes on after the likeliest wrong
+token.
 """
 
 import json
