@@ -22,6 +22,8 @@ DATA = {
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [GOOD, *[{"prompt": "3 ?"}] * 15],
     "few": [GOOD],
+    "more": [{"prompt": "3 more ?", "answer": "3"}] * 16,
+    "taken": [GOOD | {"prompt_ids": 3}] * 16,
     "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
 }
 REWARDS = """
@@ -46,6 +48,11 @@ def bad(tmp_path_factory):
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
     save(folder / "chat", model, tokenizer)
+    longer = make_tokenizer()
+    longer.add_tokens("more")
+    save(folder / "longer", model, longer)
+    longer.add_special_tokens({"eos_token": "new"})
+    save(folder / "other_eos", model, longer)
     for name, changes in {
         "tied_judge": {"num_labels": 1, "tie_word_embeddings": True},
         "short_judge": {"num_labels": 1, "max_position_embeddings": 2},
@@ -63,7 +70,6 @@ def bad(tmp_path_factory):
     adapter = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules="all-linear"))
     adapter.peft_config["default"].base_model_name_or_path = str(folder / "chat")
     adapter.save_pretrained(folder / "adapter")
-    tokenizer.save_pretrained(folder / "adapter")
     tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder / "no_eos")
     tokenizer.save_pretrained(folder / "no_eos")
@@ -79,6 +85,16 @@ CASES = {
     "a negative gradient norm": ("--max_grad_norm -1", "--max_grad_norm -1.0: must be above 0"),
     "no advantage": ("--reward_clip 0", "--reward_clip 0.0: must be above 0"),
     "a negative learning rate": ("--learning_rate -1", "--learning_rate -1.0: must be 0 or more"),
+    "a negative clip": ("--clip_eps -0.5", "--clip_eps -0.5: must be 0 or more"),
+    "nothing to evaluate": ("--eval_samples 4", "--eval_samples and --eval_reward need --eval_dataset"),
+    "token without embedding": (
+        "--model {bad}/longer --dataset {bad}/more.jsonl",
+        "token 22 (more)",
+        "the 22",
+    ),
+    "EOS without embedding": ("--model {bad}/other_eos", "other_eos: token 23 (new)", "embeddings"),
+    "a run folder": ("--model {toy}", "--model ", "Of a run, name its folder model/"),
+    "a column of ours": ("--dataset {bad}/taken.jsonl", "row 0: rename the columns {{'prompt_ids'}}"),
     "a learning rate of NaN": ("--learning_rate nan", "--learning_rate nan: must be 0 or more"),
     "no rollout": ("--batch_size 0", "--batch_size 0: must be above 0"),
     "no pass": ("--update_epochs 0", "--update_epochs 0: must be above 0"),

@@ -162,7 +162,7 @@ def test_settings_of_the_toy_are_named_with_another_model(script, capsys):
         said = capsys.readouterr().out
         found = re.findall(r"warning: --(\w+) \S+ is (?:the default )?for the toy", said)
         assert sorted(found) == sorted(expected)
-        assert said.count("\n") == len(expected) and all(len(line) <= 100 for line in said.split("\n"))
+        assert said.count("\n") == len(expected) and all(len(line) <= 110 for line in said.split("\n"))
 
 
 @pytest.mark.parametrize("script", [*POLICY_SCRIPTS, *STAGE_DATA])

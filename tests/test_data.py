@@ -12,7 +12,10 @@ import unsure
 from conftest import read_jsonl, write_jsonl
 from zoo import CHAT, make_model, make_tokenizer, refused
 
+import dpo
 import grpo
+import reward_model
+import sft
 
 PROMPT = "3 + 5 ?"
 USER = {"role": "user", "content": PROMPT}
@@ -85,6 +88,17 @@ def test_the_template_receives_tools_and_options(tmp_path):
         args = grpo.Args(chat_template_kwargs=option)
         found = grpo.load_rows(args, data, "train", make_model("llama"), tokenizer)
         assert [row["prompt_ids"] for row in found] == [ids_of(begin + OPENED) for begin in begins]
+
+
+def test_options_of_a_template(capsys):
+    """Parquet gives each tool the fields of all tools. A string "false" would be true for a template."""
+    fields = {"a": {"type": "string", "enum": None}, "b": None}
+    row = {"tools": [{"name": "7", "parameters": {"properties": fields}}], "prompt": [USER]}
+    expected = [{"name": "7", "parameters": {"properties": {"a": {"type": "string"}}}}]
+    assert grpo.template_options(grpo.Args(), row) == {"tools": expected}
+    for script in (grpo, sft, reward_model, dpo):
+        args = script.Args(chat_template_kwargs={"enable_thinking": "false"})
+        assert "enable_thinking false: write True or False" in refused(capsys, script.check_args, args)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import peft
 import pytest
+import resume
 import sync
 import torch
 import transformers
@@ -72,11 +73,30 @@ def test_a_run_can_continue_an_earlier_adapter(tmp_path):
     policy = grpo_lora.add_adapter(grpo_lora.Args(adapter=adapter), load_lm(TOY))
     ids = torch.randint(3, 19, (4, 10))
     assert_close(policy(ids).logits, load_lm(tmp_path / "a" / "model")(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not any(layer.training for layer in policy.modules())
     trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
     assert len(trained) == 2 * 21 and all("lora_" in name and 4 in x.shape for name, x in trained.items())
 
     run("grpo_lora", **flags, adapter=adapter, run_dir=tmp_path / "b")
     assert abs(read_jsonl(tmp_path / "b" / "metrics.jsonl")[0]["kl"]) > 1e-3
+
+
+def test_a_run_keeps_what_else_an_earlier_adapter_trains(tmp_path, capsys):
+    """An adapter of peft can have dropout, and train whole layers. A resumed run has their weights again."""
+    config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["norm"], lora_dropout=0.5)
+    peft.get_peft_model(load_lm(TOY), config).save_pretrained(tmp_path / "adapter")
+    flags = {
+        "adapter": tmp_path / "adapter",
+        "max_response_length": 8,
+        "learning_rate": 0.01,
+        "save_every": 1,
+    }
+    run("grpo_lora", **flags, num_iterations=3, run_dir=tmp_path / "whole")
+    assert f"was trained for {TOY}, and not for toy/policy" in capsys.readouterr().out
+    run("grpo_lora", **flags, num_iterations=2, run_dir=tmp_path / "parts")
+    run("grpo_lora", **flags, num_iterations=3, run_dir=tmp_path / "parts")
+    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert all(line["logprob_difference"] < 1e-5 for line in read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
 
 
 def test_the_reference_of_dpo_is_the_model_without_its_adapter(tmp_path, monkeypatch, load):

@@ -132,6 +132,7 @@ def teach(model, tokenizer, prompts=SDPO_PROMPTS, **columns):
     rollout["attention_mask"] = torch.cat([prompt_mask, mask.long()], dim=1)
     rollout |= {"old_logprobs": -1.0 * mask, "raw_scores": torch.tensor(SCORES)}
     args = sdpo.Args(samples_per_prompt=3, max_response_length=9, device="cpu", micro_batch_size=2)
+    args.chat_template_kwargs = {"think": True}
     return sdpo.teach(args, model, tokenizer, rows, rollout), responses
 
 
@@ -159,12 +160,13 @@ def test_sdpo_demonstrates_with_another_right_response_of_the_group():
 
 
 def test_sdpo_prefers_the_demonstration_of_the_dataset():
-    """In a chat, the demonstration is in the last message."""
+    """In a chat, the demonstration is in the last message. The template gets the options of the flag."""
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ '+' if think }} " + tokenizer.chat_template
     prompts = [[{"role": "user", "content": text}] for text in SDPO_PROMPTS]
     result, responses = teach(model, tokenizer, prompts, demonstration="answer 4")
     for i, response in enumerate(responses):
-        context = tokenizer(f"<bos> <user> answer 4 {SDPO_PROMPTS[i // 3]} <end> <model>")["input_ids"]
+        context = tokenizer(f"+ <bos> <user> answer 4 {SDPO_PROMPTS[i // 3]} <end> <model>")["input_ids"]
         assert_logprobs(result["teacher_logprobs"][i], model, context, response)
 
 

@@ -26,7 +26,7 @@ WATCHED = [*SECONDS, "choose_rows", "measure", "log", "save_checkpoint", "save_m
 FLAGS = {"num_iterations": 5, "batch_size": 24, "samples_per_prompt": 2, "num_minibatches": 4}
 FLAGS |= {"update_epochs": 3, "log_every": 2, "save_every": 3, "eval_every": 2, "reward_scale": 3.0}
 FLAGS |= {"missing_eos_penalty": 0.5, "max_prompt_length": 6, "max_response_length": 9}
-SAVES = ["save_checkpoint", "save_model"]
+SAVES = ["save_model", "save_checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,8 @@ def test_a_sample_is_a_response_to_its_prompt_with_its_raw_score(seen, tokenizer
         assert {*found} <= {*all_rows} and len({x[0] for x in found}) == 3
 
 
-def test_a_checkpoint_comes_after_the_lines_of_its_iteration_and_before_the_model(seen):
-    """Otherwise a kill in between would leave an iteration without a line. log_every and save_every are respected."""
+def test_a_checkpoint_comes_after_the_lines_and_the_model_of_its_iteration(seen):
+    """Otherwise a resumed run would lack what a kill in between has prevented."""
     order = [[x.name for x in named(calls, "log", "log_samples", *SAVES)] for calls in iterations(seen[0])]
     sampled, saved = ["log", "log_samples"], ["log", *SAVES]
     assert order == [["log"], sampled, saved, sampled, saved]

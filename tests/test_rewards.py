@@ -99,6 +99,31 @@ def test_a_reward_model_reads_prompt_response_and_end(form, pad_token_id, tmp_pa
     assert reward_model.encode(own, prompts[2], responses[2]) == id_lists[2]
 
 
+@torch.no_grad()
+def test_a_reward_model_reads_the_tools_and_options_of_a_row(tmp_path):
+    own = make_tokenizer()
+    own.chat_template = "{{ tools[0].name if tools }} {{ '+' if think }} " + CHAT
+    save_reward_model(tmp_path, own)
+    reward = grpo.load_reward(grpo.Args(device="cpu", chat_template_kwargs={"think": True}), str(tmp_path))
+    chat = [{"role": "user", "content": "3 ?"}]
+    rows = {"tools": [[{"name": "7"}], None, None], "chat_template_kwargs": [None, None, {"think": False}]}
+    found = reward(prompts=[chat] * 3, completions=["8"] * 3, truncated=[False] * 3, **rows)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    for begin, x in zip(("7 + ", "+ ", ""), found, strict=True):
+        ids = own(f"{begin}<bos> <user> 3 ? <end> <model> 8 <end>")["input_ids"]
+        assert x == pytest.approx(
+            float(model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1])), abs=1e-5
+        )
+
+
+def test_a_reward_file_that_changes_the_folder_is_refused(tmp_path, monkeypatch, capsys):
+    """Otherwise a relative --run_dir would be somewhere else."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\ndef f(**_): pass\n")
+    said = refused(capsys, grpo.load_reward, grpo.Args(), f"{tmp_path}/mine.py:f")
+    assert "changes the working directory" in said
+
+
 def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
     """The reward model may have more tokens than the policy, but not fewer or others."""
     save_reward_model(tmp_path / "other", make_tokenizer())  # with other ids for the digits

@@ -37,11 +37,13 @@ def files_of(folder) -> dict:
 
 
 def test_a_run_that_is_killed_again_and_again_resumes_to_the_last_bit(flags, tmp_path):
-    """The kills come while the folder is made, and while a checkpoint and the model are written."""
+    """The kills come while the folder is made, and while the model and a checkpoint are written."""
+    flags["keep_models"] = True
     run("grpo", run_dir=tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
     places = [(grpo.filelock.FileLock, "acquire"), (grpo, "replacing"), (os, "fsync"), (os, "replace")]
-    places += [(shutil, "copy"), (torch, "save"), (transformers.PreTrainedTokenizerFast, "save_pretrained")]
+    places += [(shutil, "copy"), (transformers.PreTrainedTokenizerFast, "save_pretrained")]
+    places += [(grpo, "save_checkpoint"), (torch, "save")]
     for module, name in places:
         call = 2 if name == "save" else 1  # the second checkpoint takes the place of the first
         assert (
@@ -236,10 +238,42 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
     """As with --run_dir . in a folder that contains a model, or in the folder of the dataset."""
     shutil.copytree(ROOT / "toy" / "policy", tmp_path / "model")
     data = write_jsonl(tmp_path / "samples.jsonl", read_jsonl(ROOT / "toy" / "train.jsonl")[:50])
-    before = files_of(tmp_path)
-    said = refused(capsys, run, "grpo", run_dir=tmp_path, model=tmp_path / "model", dataset=data)
-    assert f"--run_dir {tmp_path}: the folder is not empty and is not a run. Use a new folder." in said
-    assert before == files_of(tmp_path)
+    flags = {"run_dir": tmp_path, "model": tmp_path / "model", "dataset": data}
+    for foreign, words in (
+        (None, "the folder is not empty and is not a run"),
+        ('{"foo": 1}', "not of a run"),
+    ):
+        if foreign:
+            (tmp_path / "args.json").write_text(foreign)
+        before = files_of(tmp_path)
+        said = refused(capsys, run, "grpo", **flags)
+        assert f"--run_dir {tmp_path}: " in said and f"{words}. Use a new folder." in said
+        assert before == files_of(tmp_path)
+
+
+def test_a_model_that_is_replaced_is_never_deleted_where_it_stands(tmp_path, monkeypatch):
+    """Deleting takes time, in which a kill would leave half a model."""
+    deleted = recorded(monkeypatch, grpo.shutil, "rmtree")
+    run("grpo", **SHORT, run_dir=tmp_path)
+    assert {args[0] for args, _ in deleted} == {f"{tmp_path}/model.old"}
+    assert {path.name for path in tmp_path.glob("model*")} == {"model"}
+
+
+def test_a_resumed_run_is_the_same_if_the_reward_draws_random_numbers(flags, tmp_path):
+    """A judge that is made in the first call draws its weights once in each process."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\njudge = None\n"
+        "def score(completions, **_):\n"
+        "    global judge\n"
+        "    judge = judge or torch.nn.Linear(4, 1)\n"
+        "    return [len(text) % 3 for text in completions]\n"
+    )
+    flags |= {"reward": f"{tmp_path}/mine.py:score", "eval_every": 0}
+    run("grpo", run_dir=tmp_path / "whole", **flags)
+    run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
+    sys.modules.pop("mine")
+    run("grpo", run_dir=tmp_path / "parts", **flags)
+    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
@@ -310,6 +344,25 @@ def test_a_resumed_run_names_what_has_changed(tmp_path, capsys):
     )
     assert json.loads((tmp_path / "args.json").read_text())["num_iterations"] == 3
     assert (tmp_path / "grpo.py").read_text().endswith("# as it was\n")
+    assert (tmp_path / "grpo-2.py").read_text() == (ROOT / "grpo.py").read_text()
+
+
+def test_a_resumed_run_names_another_starting_model(tmp_path, capsys):
+    model = tmp_path / "model"
+    for i, folder in enumerate(("policy", "hinted")):
+        shutil.copytree(ROOT / "toy" / folder, model, dirs_exist_ok=True)
+        run("grpo", **SHORT | {"num_iterations": 2 + i}, model=model, run_dir=tmp_path / "run")
+        assert ("model_checksum" in capsys.readouterr().out) == bool(i)
+
+
+def test_a_checkpoint_counts_as_a_run_without_its_log_and_with_flags_of_another_script(tmp_path, capsys):
+    run("grpo", **SHORT, run_dir=tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "learning_rate" in refused(capsys, run, "grpo", **SHORT, learning_rate=1.0, run_dir=tmp_path)
+    assert "a run of grpo.py" in refused(capsys, run, "rloo", **SHORT, run_dir=tmp_path)
+    args = json.loads((tmp_path / "args.json").read_text())
+    (tmp_path / "args.json").write_text(json.dumps(args | {"dual_clip_c": 3.0}))
+    assert "dual_clip_c 3.0 (now None)" in refused(capsys, run, "grpo", **SHORT, run_dir=tmp_path)
 
 
 def test_a_second_process_is_refused(tmp_path, capsys):

@@ -57,6 +57,7 @@ TEMPLATES = {
     "chat": zoo.CHAT,
     "two tokens": zoo.CHAT.replace("<end>", "<end> ="),  # as ChatML: <|im_end|> and a newline
     "no special": "{% for m in messages %}{{ m.content }} - {% endfor %}",
+    "opened": zoo.CHAT.replace("<model> {% endif", "<model> <think> {% endif"),
     "tools": "{{ tools[0].function.name if tools }} {{ '+' if think }} " + zoo.CHAT,
 }
 # The template, the columns of a row, its response, and the texts, written by hand, that must be read as the prompt
@@ -75,6 +76,8 @@ TRAPS = {
     "continued": ("chat", {"prompt": [USER, PREFIX]}, "= 3", TURN + " think 3", "= 3 <end>"),
     "messages": ("chat", {"prompt": [USER]}, [ANSWER], TURN, CHAT_ENDS),
     "conversation": ("chat", {"prompt": None}, [USER, ANSWER], TURN, CHAT_ENDS),
+    "opened": ("opened", {"prompt": [USER]}, " <think> 3 = 3", TURN + " <think>", "3 = 3 <end>"),
+    "not opened": ("chat", {"prompt": [USER]}, "<think> 3", TURN, "<think> 3 <end>"),
     "tools": ("tools", {"prompt": [USER], **TOOLS}, "answer 8", "7 + " + TURN, CHAT_ENDS),
 }
 
@@ -86,6 +89,8 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
     template, columns, response, prompt, learned = TRAPS[trap]
     tokenizer, model = zoo.make_tokenizer(bos=True), zoo.make_model("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<user>", "<model>"]})
+    tokenizer.add_tokens("<think>")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = TEMPLATES[template]
     other = [*response[:-1], PREFIX] if isinstance(response, list) else "answer 1"
     row = columns | {"completion": response, "chosen": response, "rejected": other}
@@ -191,6 +196,7 @@ OF_PAIRS = [
     ({"prompt": "3 ?", "chosen": [ANSWER], "rejected": [PREFIX]}, "Give `prompt` as a chat"),
     ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, PREFIX]}, "one `prompt`"),
     ({"prompt": None, "chosen": [USER, CALL], "rejected": [USER, ANSWER]}, "['tool_calls']"),
+    ({"prompt": [PREFIX], "chosen": [USER, ANSWER], "rejected": [USER, PREFIX]}, "does not begin with"),
 ]
 
 
@@ -217,6 +223,7 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (sft, {"messages": [USER, ANSWER]}, {}, "row 2 toy/base template"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs 3 are needed. --batch_size"),
         (reward_model, {"margin": "0.5"}, {}, "row 2 `margin` number"),
+        (reward_model, {"margin": math.nan}, {}, "row 2 `margin` number"),
         (reward_model, {}, {"eval_dataset": "toy/train.jsonl"}, "--eval_dataset row 0 `chosen`"),
         (reward_model, {}, {"margin": math.nan}, "--margin nan"),
         (reward_model, {}, {"center_rewards_coefficient": -1.0}, "--center_rewards_coefficient -1.0"),
