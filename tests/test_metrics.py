@@ -212,11 +212,18 @@ def test_equal_scores_are_neither_above_nor_below_their_mean(score):
     rollout |= {"truncated": torch.zeros(24), "entropy": torch.zeros(24, 3), "kl": torch.zeros(24, 3)}
     args = grpo.Args(batch_size=24, device="cpu")
     assert not any("/" in name for name in grpo.measure(args, rollout, 0.0, 1.0, 2.0))
-    rollout["raw_scores"][0] *= 1 + 2e-7  # such a small difference moves the mean to one of the scores
-    grpo.measure(args, rollout, 0.0, 1.0, 2.0)
     rollout["raw_scores"][0] += 0.5
     metrics = grpo.measure(args, rollout, 0.0, 1.0, 2.0)
     assert metrics["response_length/above"] == metrics["response_length/below"] == 3
+
+
+def test_a_score_that_rounding_takes_for_the_mean_has_nothing_on_one_side():
+    rollout = {"raw_scores": torch.ones(1025), "response_mask": torch.ones(1025, 1, dtype=torch.bool)}
+    rollout["raw_scores"][0] = 1.00004
+    assert rollout["raw_scores"].mean() == 1
+    rollout |= {"truncated": torch.zeros(1025), "entropy": torch.zeros(1025, 1), "kl": torch.zeros(1025, 1)}
+    args = grpo.Args(batch_size=1025, samples_per_prompt=1, device="cpu")
+    assert not any("/" in name for name in grpo.measure(args, rollout, 0.0, 1.0, 2.0))
 
 
 @pytest.mark.parametrize("name", STAGE_DATA)

@@ -202,3 +202,42 @@ def test_buttons_keys_and_the_links_of_lessons(visit):
         page.evaluate("(both(iterate), draw())")
         page.reload()
         assert page.inner_text("#lesson") == text
+
+
+GRADIENTS = """() => { // of score - 0.3 KL, on a policy that has moved: by differences, and by rloo on all pairs
+    const run = newRun({ method: "rloo", prompts: 1, k: 2, beta: 0.3, right: 1, seed: 1 });
+    const [prompt, policy, found] = [run.prompts[0], START.map((x, n) => x + Math.sin(n)), START.map(() => 0)];
+    const goal = ({ accuracy, distance }) => accuracy - 0.3 * distance;
+    const at = (n, d) => goal(exact([prompt], policy.map((x, m) => (m == n ? x + d : x))));
+    const chance = ({ tokens }) => Math.exp(logProbOf(tokens, policy));
+    for (const a of prompt.responses) for (const b of prompt.responses) {
+        const rollout = [a, b].map((response) => ({ prompt, greedy: 0, ...response }));
+        const { weights } = pushes({ ...run, policy, old: policy, rollout });
+        gradient(rollout, weights, policy).forEach((x, n) => (found[n] += chance(a) * chance(b) * x));
+    }
+    return [found, policy.map((_, n) => (at(n, 1e-5) - at(n, -1e-5)) / 2e-5)]; }"""
+
+
+def test_rloo_has_the_exact_gradient_on_the_page(visit):
+    found, expected = visit("train.html").evaluate(GRADIENTS)
+    assert found == pytest.approx(expected, abs=1e-8)
+
+
+PUSHES = """() => { // on the tokens of the response that thinks and is wrong
+    const i = run.rollout.findIndex(({ isGuess, score }) => !isGuess && !score);
+    return run.rollout[i].tokens.map(({ text }, t) => [text, pushes(run).weights[i][t]]); }"""
+
+
+def test_the_critic_blames_what_the_lesson_says(visit):
+    """The pushes on a wrong response after 30 rollouts, with ppo and with reinforce_pp."""
+    page = visit("train.html#method=ppo&run=30")
+    assert page.url.endswith("run=30")
+    answer = page.locator("#lesson details").text_content().replace("\N{MINUS SIGN}", "-")
+    pushes = page.evaluate(PUSHES)
+    slip = [token for token, _ in pushes].index("9")
+    assert pushes[slip][1] == min(push for _, push in pushes)
+    numbers = {round(pushes[place][1], 3) for place in (slip, 0, slip + 1, -1)}
+    page.goto(f"{SITE.as_uri()}/train.html#method=reinforce_pp&seed=2&run=30")
+    page.evaluate("load()")
+    numbers |= {round(push, 2) for _, push in page.evaluate(PUSHES)}
+    assert {float(x) for x in re.findall(r"-?0\.\d+", answer)} == numbers
