@@ -87,10 +87,10 @@ def test_greedy_responses_are_those_of_grpo(policy):
 
 @needs_vllm
 def test_stopped_and_resumed_it_ends_with_the_same_bits(small, tmp_path):
-    run("grpo_vllm", **small | {"num_iterations": 4, "run_dir": tmp_path / "whole"})
-    flags = small | {"run_dir": tmp_path / "resumed"}
-    launch("variants/grpo_vllm.py", *words_of(**flags | {"num_iterations": 2}), cwd=ROOT)  # another process
-    run("grpo_vllm", **flags | {"num_iterations": 4})
+    """Each part has its own process, because an engine does not survive the end of an earlier run."""
+    for folder, iterations in (("whole", 4), ("resumed", 2), ("resumed", 4)):
+        flags = words_of(**small, num_iterations=iterations, run_dir=tmp_path / folder)
+        launch("variants/grpo_vllm.py", *flags, cwd=ROOT)
     one, other = (torch.load(tmp_path / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
     assert all(torch.equal(x, other["policy"][name]) for name, x in one["policy"].items())
     lines = [without_clock(tmp_path / x / "metrics.jsonl") for x in ("whole", "resumed")]
