@@ -566,8 +566,8 @@ def check_args(args):
     check(args.dataset, "--dataset is empty. Name a .jsonl file, a folder or a Hub dataset.")
     if args.dataset == Args.dataset:  # the toy has held-out prompts
         args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
-    has_use = args.eval_dataset or not (args.eval_samples or args.eval_reward)
-    check(has_use, "--eval_samples and --eval_reward need --eval_dataset, which names the held-out prompts.")
+    if (args.eval_samples or args.eval_reward) and not args.eval_dataset:
+        say("warning: --eval_samples and --eval_reward do nothing without --eval_dataset")
     for name, value in (args.chat_template_kwargs or {}).items():
         check(value not in ("true", "false"), f"--chat_template_kwargs {name} {value}: write True or False.")
     for name, value in vars(args).items():

@@ -86,7 +86,6 @@ CASES = {
     "no advantage": ("--reward_clip 0", "--reward_clip 0.0: must be above 0"),
     "a negative learning rate": ("--learning_rate -1", "--learning_rate -1.0: must be 0 or more"),
     "a negative clip": ("--clip_eps -0.5", "--clip_eps -0.5: must be 0 or more"),
-    "nothing to evaluate": ("--eval_samples 4", "--eval_samples and --eval_reward need --eval_dataset"),
     "token without embedding": (
         "--model {bad}/longer --dataset {bad}/more.jsonl",
         "token 22 (more)",

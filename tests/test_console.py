@@ -165,6 +165,13 @@ def test_settings_of_the_toy_are_named_with_another_model(script, capsys):
         assert said.count("\n") == len(expected) and all(len(line) <= 110 for line in said.split("\n"))
 
 
+def test_flags_of_an_evaluation_without_held_out_prompts_are_named(capsys):
+    for flags in ({"eval_samples": 4}, {"eval_reward": "exact_answer"}):
+        for dataset, expected in ((grpo.Args.dataset, False), ("mine.jsonl", True)):
+            grpo.check_args(grpo.Args(dataset=dataset, **flags))
+            assert ("do nothing without --eval_dataset" in capsys.readouterr().out) == expected
+
+
 @pytest.mark.parametrize("script", [*POLICY_SCRIPTS, *STAGE_DATA])
 def test_help_has_each_flag_once(script, monkeypatch, capsys):
     """A flag without a comment in its line would be missing."""
