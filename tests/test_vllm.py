@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import ROOT, launch, words_of
 from resume import without_clock
-from zoo import WORDS, make_model, make_tokenizer, refused, run, save
+from zoo import WORDS, make_model, make_tokenizer, refused, save
 
 import grpo
 import grpo_vllm as script
