@@ -18,9 +18,10 @@ response. Response i of the batch has the score r_i. In asynchronous training, p
     sg     stops the gradient                              q_t       pi_theta(o_t)
 
 There is no KL term, so nothing keeps the policy close to --model. d_t is the KL over two outcomes, o_t and
-any other token. N_seq and T_i include what the gate drops. There is one step per rollout. Here pi_theta is
-pi_old before the step, so up to rounding every ratio is 1 and every gate is open, and only the KL and 1/T_i
-differ from reinforce.py. variants/flash_reinforce_async.py has older samplers. Not implemented: Appendix C.
+any other token, with p_t and q_t kept 1e-6 away from 0 and 1. N_seq and T_i include what the gate drops.
+There is one step per rollout. Here pi_theta is pi_old before the step, so up to rounding every ratio is 1 and
+every gate is open, and only the KL and 1/T_i differ from reinforce.py. variants/flash_reinforce_async.py has
+older samplers. Not implemented: Appendix C.
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.97), or a real model:
 
     python methods/flash_reinforce.py
