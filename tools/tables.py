@@ -18,6 +18,17 @@ METHODS = [*sync.CORE, *(name for name in sync.policy_scripts() if name not in s
 # Flags that the last column of print_flags leaves out
 SHOWN_APART = ("samples_per_prompt", "kl_coef", "num_minibatches", "update_epochs", "learning_rate")
 
+# What a script has besides an advantage and a loss
+NEEDS = {
+    "ppo": "a critic, which is trained with its own loss",
+    "remax": "a greedy response to each prompt",
+    "dapo": "dynamic sampling, which replaces groups of equal scores",
+    "gdpo": "several rewards per response",
+    "distill": "a teacher, which rates the sampled tokens",
+    "gkd": "a teacher, whose whole distribution is compared",
+    "sdpo": "a second pass of the policy, after a demonstration",
+}
+
 
 def print_scripts(folder: str) -> None:
     """Print a table of the scripts in a folder, with the first lines of their docstrings, for README.md."""
@@ -70,24 +81,19 @@ def code_of(name: str, function: str) -> str:
 
 
 def print_map() -> None:
-    """Print the advantage and the loss of each script, for docs/methods.md.
+    """Print whose advantage and whose loss each script has, for docs/methods.md, in the order of its sections.
 
-    A loss of several scripts has its own column, and the last column lists the losses of single scripts. An advantage
-    or a loss is named after the first script that uses it.
+    An advantage or a loss is named after the first script that has it.
     """
-    rows, losses = defaultdict(list), defaultdict(list)
-    for name in METHODS:
-        rows[code_of(name, "compute_advantages")].append(name)
-        losses[code_of(name, "policy_loss")].append(name)
-    shared = [names for names in losses.values() if len(names) > 1]
-    columns = [*shared, [name for names in losses.values() if len(names) == 1 for name in names]]
-    heads = [*(f"loss of `{names[0]}`" for names in shared), "its own loss"]
-    print(f"\n| advantage of | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
-    for names in sorted(rows.values(), key=lambda row: [row[0] not in column for column in columns]):
-        cells = [" ".join(f"[`{x}`](#{x})" for x in names if x in column) for column in columns]
-        print(f"| `{names[0]}` | {' | '.join(cells)} |")
-    num_advantages = len(rows) - 1  # the one of gkd.py is 0
-    print(f"\n{num_advantages} advantages, {len(losses)} losses.\n")
+    sections = re.findall(r"^### (\w+)$", (sync.ROOT / "docs" / "methods.md").read_text(), re.MULTILINE)
+    advantages, losses = {}, {}
+    print("\n| method | advantage of | loss of | what else it needs |\n|---|---|---|---|")
+    for name in sections:
+        advantage = advantages.setdefault(code_of(name, "compute_advantages"), name)
+        loss = losses.setdefault(code_of(name, "policy_loss"), name)
+        advantage = "none" if name == "gkd" else f"`{advantage}`"
+        print(f"| [`{name}`](#{name}) | {advantage} | `{loss}` | {NEEDS.get(name, '')} |")
+    print(f"\n{len(advantages) - 1} advantages, {len(losses)} losses.\n")  # gkd.py has none
 
 
 def scores_times_10(name: str) -> str:
