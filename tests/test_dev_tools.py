@@ -195,7 +195,7 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     half = [4.303 * std / math.sqrt(3) for std in (0.1, 0.01)]
     assert lines["rloo.py"] == ["3", *[f"0.600 ± {half[0]:.3f}"] * 2]
     assert lines["minus `rloo.py"] == ["3", *[f"-0.100 ± {half[1]:.3f}"] * 2]
-    assert "a1, " in said and "b2 logged no kl" in said and "from five seeds on" in said
+    assert "a1, " in said and "b2 logged no kl in" in said and "from five seeds on" in said
     lines, said = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
     assert lines["minus `rloo.py"] == ["2", *[f"-0.100 ± {12.706 * 0.02 / 2:.3f}"] * 2]
     lines, said = table(capsys, runs[0], runs[3])  # no seed in common
@@ -215,6 +215,29 @@ def test_equal_iterations_and_equal_kl(tmp_path, capsys):
     assert lines["minus `rloo.py --kl_coef 0.01"][-1] == "0.090 ± 0.000"
 
 
+def test_a_kl_of_only_some_iterations_is_not_compared(tmp_path, capsys):
+    """When a run is resumed, --log_kl may change."""
+    runs = [make_run(tmp_path / f"a{x}", x, constant(0.5), lambda i: 0.1 * i) for x in (1, 2)]
+    runs += [make_run(tmp_path / f"b{x}", x, constant(0.5), lambda i: 0.1 * i, script="grpo") for x in (1, 2)]
+    for is_kept in (lambda i: i < 15, lambda i: i > 5):
+        rows = [{"iteration": i, "score": 0.5} | ({"kl": 1.0} if is_kept(i) else {}) for i in range(1, 21)]
+        write_jsonl(runs[3] / "metrics.jsonl", rows)
+        lines, said = table(capsys, *runs, out=tmp_path / "c.png")
+        assert lines[""] == ["seeds", "score, all 20", "score, last 10"]
+        assert f"because {runs[3]} logged no kl in\nsome iterations" in said
+
+
+def test_a_picture_up_to_any_kl_and_with_any_number_of_groups(tmp_path):
+    """For these values of x, x * 30 / 30 is above x."""
+    runs = []
+    for kl in (0.059, 0.061, 0.118, 0.122, 0.135, 0.236, 0.244, 0.27):
+        assert kl * 30 / 30 > kl
+        runs.append(make_run(tmp_path / f"{kl}", 1, constant(0.5), constant(kl), kl_coef=kl))
+    groups = compare.group([compare.read(run) for run in runs])
+    figure = compare.draw(groups, "score", end=20, last=1, path=tmp_path / "c.png")
+    assert [len(axis.lines) for axis in figure.axes] == [8, 8]
+
+
 def test_an_evaluation_counts_where_it_was_logged_last(tmp_path, capsys):
     runs = [make_run(tmp_path / f"{x}", x, constant(0), script=x % 2 * "p" + "po") for x in (1, 2)]
     lines, _ = table(capsys, *runs, metric="eval/score/all", iterations=15, last=3)
@@ -225,14 +248,18 @@ def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
     """They may differ in seed, folder, logging and memory, but not in another flag or in the text of the script."""
     changes = [{}, {"log_every": 0, "log_kl": True, "micro_batch_size": 8}, {"learning_rate": 1e-3}]
     changes += [{"source": "x"}, {"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
+    changes += [{"model_checksum": 1}, {}, {}]
     runs = [make_run(tmp_path / f"{i}", i, constant(0), **change) for i, change in enumerate(changes)]
+    for i, iteration in ((7, 5), (8, 12)):  # resumed with the same edited script, at different iterations
+        (runs[i] / f"rloo-{iteration}.py").write_text("edited")
     groups = compare.group([compare.read(run) for run in runs])
     assert {name: [run.flags["seed"] for run in found] for name, found in groups.items()} == {
-        f"rloo.py --learning_rate 0.0002 ({runs[0]})": [0, 1],
+        f"rloo.py --learning_rate 0.0002 ({runs[0]})": [0, 1, 6],
         "rloo.py --learning_rate 0.001": [2],
         f"rloo.py --learning_rate 0.0002 ({runs[3]})": [3],
         "grpo.py --learning_rate 0.0002 --clip_eps 0.2": [4],
         "grpo.py --learning_rate 0.0002 --clip_eps 0.3": [5],
+        f"rloo.py --learning_rate 0.0002 ({runs[7]})": [7, 8],
     }
 
 
@@ -248,6 +275,7 @@ def test_seeds_for_a_difference():
         "a1 b1 short": "short has 12 iterations, and a1 has 20",
         "a1 again b1": "2 runs have seed 1",
         "a1 b1 --iterations 40": "use 1 <= last <= iterations <= 20",
+        "a1 b1 --iterations 0": "use 1 <= last <= iterations <= 20",
         "a1 b1 --metric loss": "a1 does not log it",
         "a1 nosuch": "nosuch: not a run folder",
     }.items(),
