@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import compare
@@ -323,8 +324,20 @@ def test_planted_changes_no_file_that_git_cannot_restore(tmp_path, capsys, monke
     (tmp_path / "reinforce.py").write_text((ROOT / "reinforce.py").read_text())
     monkeypatch.setattr(planted, "ROOT", tmp_path)
     monkeypatch.setattr(planted.Planted, "path", lambda *args: tmp_path / "reinforce.py")
-    assert planted.main(["no baseline"]) == 2 and "no git repository" in capsys.readouterr().err
+    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
+    (tmp_path / ".gitignore").write_text("reinforce.py\n")
     commit(tmp_path)
+    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
+    (tmp_path / ".gitignore").write_text("")
+    commit(tmp_path)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
     assert planted.main(["no baseline"]) == 0
     assert "advantages = rewards.view" in (tmp_path / "reinforce.py").read_text()
-    assert planted.main(["no baseline"]) == 2 and "Commit them first" in capsys.readouterr().err
+    undo = "git restore ../reinforce.py"
+    assert f"To undo it: {undo}\n" in capsys.readouterr().out
+    assert (
+        planted.main(["baseline too low"]) == 2 and f"planted bug, undo it: {undo}" in capsys.readouterr().err
+    )
+    subprocess.run(undo.split(), check=True)
+    assert planted.main(["baseline too low"]) == 0
