@@ -83,17 +83,17 @@ test-docs: docs .venv/group-web .venv/scripts
 
 # make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, with the feature of grpo_lora.py.
 variant:
-	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
+	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(FEATURE),$(error give a feature: FEATURE=lora))"
 
 # make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, with that patch of patches/.
 # TO=folder names another folder.
 patch:
-	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) "$(or $(TO),runs)"
+	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(PATCH),$(error give a patch: PATCH=entropy_bonus))" "$(or $(TO),runs)"
 
 # make mix ADVANTAGE=rloo LOSS=dapo: write runs/rloo_dapo.py, which is rloo.py with the loss of dapo.py.
 # TO=methods makes it a script that make variant and make patch take.
 mix:
-	@$(PYTHON) tools/mix.py $(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo)) $(or $(LOSS),$(error give a script: LOSS=dapo)) "$(or $(TO),runs)"
+	@$(PYTHON) tools/mix.py "$(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo))" "$(or $(LOSS),$(error give a script: LOSS=dapo))" "$(or $(TO),runs)"
 
 # make sync: carry an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:

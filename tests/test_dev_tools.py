@@ -1,4 +1,4 @@
-"""The tools that read runs (diagnose.py, compare.py, plot.py), explain.py, and tests/planted.py."""
+"""The tools that read runs (diagnose.py, compare.py, plot.py), explain.py, planted.py, and what sync.py refuses."""
 
 import json
 import math
@@ -11,9 +11,10 @@ import explain
 import planted
 import plot
 import pytest
+import sync
 from conftest import ROOT, write_jsonl
 from pictures import NO_REWARD, QUESTIONS, curves, load
-from test_siblings import commit
+from test_siblings import PLACE, commit, copy_scripts
 
 # diagnose.py
 
@@ -341,3 +342,32 @@ def test_planted_changes_no_file_that_git_cannot_restore(tmp_path, capsys, monke
     )
     subprocess.run(undo.split(), check=True)
     assert planted.main(["baseline too low"]) == 0
+
+
+# sync.py
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("grpo", lambda text: text.replace(PLACE, f"<<<<<<< HEAD\n{PLACE}"), "grpo.py: invalid syntax"),
+        ("grpo", lambda text: f"\ufeff{text}", "grpo.py begins with a byte order mark"),
+        ("rloo", lambda text: f"\ufeff{text}", "rloo.py begins with a byte order mark"),
+        ("grpo", lambda text: text.replace("estimator: begin", "estimator"), "grpo.py: a policy script has"),
+        ("rloo", lambda text: text.replace("estimator: end", "estimator"), "rloo.py: a policy script has"),
+        (
+            "grpo_lora",
+            lambda text: text.replace("variant of grpo.", "variant of no."),
+            "grpo_lora.py: there is no no.py",
+        ),
+    ],
+)
+def test_sync_writes_nothing_if_a_script_is_damaged(name, change, reason, tmp_path):
+    folder = copy_scripts(tmp_path)
+    commit(folder)
+    path = sync.paths(folder)[name]
+    path.write_text(change(path.read_text()))
+    before = {path: path.read_bytes() for path in folder.rglob("*.py")}
+    with pytest.raises(SystemExit, match=reason):
+        sync.sync(folder)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*.py")}
