@@ -109,6 +109,21 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
     assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, but not 0
 
 
+def test_a_log_with_half_a_line_or_without_lengths_is_read(tmp_path, capsys):
+    """verl may be writing the line, and TRL logs the lengths only with some settings."""
+    state, lines = tmp_path / "trainer_state.json", tmp_path / "verl.jsonl"
+    rows = [{"step": i} | TRL for i in range(2, 30)]
+    state.write_text(json.dumps({"log_history": [row | {"completions/mean_length": None} for row in rows]}))
+    diagnose.main(state)
+    said = capsys.readouterr().out
+    assert said.startswith("equal_groups is 0.95") and "first kl (needs kl)" in said
+    write_jsonl(lines, [{"step": i, "data": VERL} for i in range(2, 30)])
+    whole = lines.read_text()
+    for end in (len(whole) - 3, len(whole) - 2):  # the second half ends in }
+        lines.write_text(whole[:end])
+        assert [row["iteration"] for row in diagnose.read(lines)[1]] == [*range(2, 29)]
+
+
 # explain.py
 
 GRPO = 0.75 / 0.5001  # 0.5 is the std of 1, 0, 0, 0 with a divisor of k - 1
@@ -132,6 +147,12 @@ def test_a_long_group_gets_no_penalty_for_its_length():
     for scores, expected in (([1, 0, 0, 0], 0.75 / 0.5001), ([0, 1, 0, 0], -0.25 / 0.5001)):
         advantages, _ = explain.explain(explain.Args(scores=scores, lengths=(100, 3, 100, 5)), "dapo")
         assert advantages[0, 0].item() == pytest.approx(expected)
+
+
+def test_only_a_policy_has_a_tree_of_probabilities(tmp_path):
+    """Loaded as a policy, a reward model would have a random output layer."""
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
+        explain.main(explain.Args(model=str(ROOT / "toy" / "reward_model")))
 
 
 # compare.py
