@@ -106,6 +106,7 @@ diff:
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.
 .venv/made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: the scripts need Python 3.11 or newer. Give one, for example PYTHON=python3.11.")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	touch $@
