@@ -184,7 +184,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
         first, end, new = edit
         old, there = before.splitlines(True)[first:end], place(mine, first, end)
         here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
-        if new and not here and where(new, inside):
+        if new and not here and Counter(new) <= Counter(inside):  # perhaps with a line of its own among them
             continue
         # The lines may have moved to another function.
         is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
