@@ -267,9 +267,7 @@ def sync(root: Path = ROOT) -> int:
     # What the last `make sync` has written, perhaps without a commit: for each script its own skeleton, grpo.py's, its
     # estimator block, and its parent's block
     memory_path = root / git(root, "rev-parse", "--git-path", "sync.json").strip()
-    memory = {}
-    with suppress(OSError, ValueError):  # the file is missing, or only a part of it was written
-        memory = json.loads(memory_path.read_text())
+    memory = json.loads(memory_path.read_text()) if memory_path.exists() else {}
 
     def at_commit(name: str) -> str:
         return git(root, "show", f"{commit}:./{found[name].relative_to(root)}")
@@ -319,7 +317,8 @@ def sync(root: Path = ROOT) -> int:
         if not lost[name] and not own[name]:
             block = [*OWN.findall(sources[name]), ""][1]
             memory[name] = [OWN.sub("# own", sources[name]), after, block, blocks.get(parents.get(name), "")]
-    memory_path.write_text(json.dumps(memory))
+    memory_path.with_suffix(".tmp").write_text(json.dumps(memory))
+    memory_path.with_suffix(".tmp").replace(memory_path)  # at once, because a part of it would be of no use
     groups = before = (root / "pyproject.toml").read_text()
     new = packages(sources["grpo"])
     for package, version in packages(texts["grpo"]).items():  # only where a group has the same version
