@@ -83,17 +83,17 @@ test-docs: docs .venv/group-web .venv/scripts
 
 # make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, with the feature of grpo_lora.py.
 variant:
-	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(FEATURE),$(error give a feature: FEATURE=lora))
+	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(FEATURE),$(error give a feature: FEATURE=lora))"
 
 # make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, with that patch of patches/.
 # TO=folder names another folder.
 patch:
-	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) $(or $(PATCH),$(error give a patch: PATCH=entropy_bonus)) "$(or $(TO),runs)"
+	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(PATCH),$(error give a patch: PATCH=entropy_bonus))" "$(or $(TO),runs)"
 
 # make mix ADVANTAGE=rloo LOSS=dapo: write runs/rloo_dapo.py, which is rloo.py with the loss of dapo.py.
 # TO=methods makes it a script that make variant and make patch take.
 mix:
-	@$(PYTHON) tools/mix.py $(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo)) $(or $(LOSS),$(error give a script: LOSS=dapo)) "$(or $(TO),runs)"
+	@$(PYTHON) tools/mix.py "$(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo))" "$(or $(LOSS),$(error give a script: LOSS=dapo))" "$(or $(TO),runs)"
 
 # make sync: carry an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
@@ -106,6 +106,7 @@ diff:
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.
 .venv/made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: the scripts need Python 3.11 or newer. Give one, for example PYTHON=python3.11.")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	touch $@

@@ -39,7 +39,7 @@ def difference(name: str, result, expected, mask, unit: float = 0.0) -> float:
     if name == "advantages" or (unit and name == "gradient"):  # (B, T), or one number for each response
         result, expected = (np.where(mask, x.reshape(len(mask), -1), 0.0) for x in (result, expected))
     scale = max(np.abs(expected).max(), 1.0 if name == "loss" else 1e-3)
-    return float((np.abs(np.nan_to_num(result, nan=np.inf) - expected).max() - unit / 2) / scale)
+    return float((np.abs(np.where(np.isnan(result), np.inf, result) - expected).max() - unit / 2) / scale)
 
 
 def mistakes_of(method: str, case: dict) -> dict[str, dict]:
@@ -60,13 +60,22 @@ def report(method: str, function, tolerance: float = TOLERANCE) -> list[tuple]:
 
     A mistake is named only if everything that the function returned agrees with it.
     """
+    if method not in VECTORS["methods"]:
+        raise ValueError(f"there is no method {method!r}. Use one of {', '.join(VECTORS['methods'])}")
     found = []
     for case, (name, inputs) in zip(VECTORS["methods"][method], cases(method).items()):
         mask, results = inputs["response_mask"].copy(), function(inputs)
         if not isinstance(results, dict) or not results or results.keys() - case["expected"].keys():
             remedy = f"return a dict with any of {', '.join(case['expected'])}"
             raise ValueError(f"{method}: the function returned {results!r:.80}; {remedy}")
-        sizes = {key: difference(key, x, case["expected"][key], mask) for key, x in results.items()}
+        sizes = {}
+        for key, x in results.items():
+            try:
+                sizes[key] = difference(key, x, case["expected"][key], mask)
+            except (TypeError, ValueError, RuntimeError) as error:  # None, bfloat16, or another shape
+                raise ValueError(
+                    f"{method}, {name}: {key} is no array or number like the expected one"
+                ) from error
         wrong = {key: size for key, size in sizes.items() if not size <= tolerance}
         names = []
         for mistake, numbers in mistakes_of(method, case).items():

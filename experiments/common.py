@@ -55,7 +55,8 @@ def save(name: str, rows: list[dict]) -> None:
         lines += [made] * (made != above) + [{key: x for key, x in row.items() if key not in MADE}]
         above = made
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    (RESULTS / f"{name}.jsonl").write_text(text)
+    (RESULTS / f"{name}.tmp").write_text(text)
+    (RESULTS / f"{name}.tmp").replace(RESULTS / f"{name}.jsonl")  # at once, so that a kill loses no row
 
 
 # --- provenance ---

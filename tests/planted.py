@@ -8,6 +8,7 @@ docs/learn.md and docs/bugs.md use some of them. tests/mutants.py checks that a 
 
 import difflib
 import importlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -91,6 +92,10 @@ BUGS = {name: Planted(name, **row) for name, row in ROWS.items()}
 IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where == "references"]
 
 
+def git(*words) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
+
+
 def main(words: list[str]) -> int:
     """Plant the bug that the words name. Returns the exit code."""
     if words in ([], ["--help"], ["-h"]):
@@ -103,18 +108,19 @@ def main(words: list[str]) -> int:
     if name not in BUGS:
         print(f"error: no bug is named {name!r}. python tests/planted.py --all lists them.", file=sys.stderr)
         return 2
-    path = BUGS[name].path().relative_to(ROOT)
-    command = ["git", "status", "--porcelain", "--", path]
-    state = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if state.returncode or state.stdout:
-        reason = f"{path} has changes, which git restore would discard, too. Commit them first."
-        if state.returncode:
-            reason = "this folder is no git repository, so git could not undo the bug."
+    path = BUGS[name].path()
+    shown = os.path.relpath(path)
+    reason = ""
+    if git("ls-files", "--error-unmatch", "--", path).returncode:
+        reason = f"git does not track {shown}, so it could not undo the bug. Use a clone of the repository."
+    elif git("status", "--porcelain", "--", path).stdout:
+        reason = f"{shown} has changes. If they are a planted bug, undo it: git restore {shown}. Otherwise commit them."
+    if reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     print(*BUGS[name].change(), sep="\n")
     BUGS[name].plant_in(ROOT)
-    print(f"Changed {path}. To undo it: git restore {path}")
+    print(f"Changed {shown}. To undo it: git restore {shown}")
     return 0
 
 

@@ -67,6 +67,24 @@ def test_a_script_passes_and_its_planted_bugs_are_named(method, load, monkeypatc
             assert listed or bug.script != method
 
 
+SIDES = [
+    ("0", r"\g<0>", "no lower clip"),
+    (r"\g<0>", "math.inf", "no upper clip"),
+    ("0", "math.inf", "no clip"),
+]
+# Methods with a clip. cispo has no lower one, because its clip_eps_low is 1.
+CLIPPED = [x for x in SCRIPTS if x != "cispo" and "ratio.clamp(1 - " in SOURCES[SCRIPTS[x][0]]]
+
+
+@pytest.mark.parametrize("method", CLIPPED)
+@pytest.mark.parametrize("low, high, name", SIDES)
+def test_a_script_without_a_side_of_its_clip_is_named(method, low, high, name, load, monkeypatch):
+    source = re.sub(r"1 - args\.clip_eps\w*", low, SOURCES[SCRIPTS[method][0]])
+    monkeypatch.setitem(SOURCES, SCRIPTS[method][0], re.sub(r"1 \+ args\.clip_eps\w*", high, source))
+    found = check.report(method, ours(load(*SCRIPTS[method])))
+    assert any(name in names for *_, names in found)
+
+
 def test_no_mistake_passes():
     for method, cases in METHODS.items():
         for case in cases:
@@ -96,12 +114,13 @@ def test_the_example_of_the_page(capsys):
 
 def test_a_mistake_is_named_only_if_all_numbers_agree():
     """One of several numbers is not enough, and neither is a number that the mistake does not change."""
-    case = METHODS["grpo"][0]
+    case = next(case for case in METHODS["grpo"] if "no KL" in case["mistakes"])
     loss = check.MISTAKE_UNIT * case["mistakes"]["no KL"]["loss"]
     slightly_wrong = np.array(case["expected"]["advantages"]) * (1 + 3e-5)
 
     def names(**result):
-        return check.report("grpo", lambda _: result)[0][3]
+        found = check.report("grpo", lambda _: result)
+        return next(names for name, *_, names in found if name == case["name"])
 
     assert names(loss=loss) == ["no KL"] and names(**case["expected"] | {"loss": loss}) == []
     assert names(advantages=slightly_wrong) == []

@@ -1,7 +1,10 @@
-"""The tools that read runs (diagnose.py, compare.py, plot.py), explain.py, and tests/planted.py."""
+"""The tools that read runs (diagnose.py, compare.py, plot.py), explain.py, planted.py, and what sync.py refuses."""
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import compare
@@ -10,9 +13,10 @@ import explain
 import planted
 import plot
 import pytest
+import sync
 from conftest import ROOT, write_jsonl
 from pictures import NO_REWARD, QUESTIONS, curves, load
-from test_siblings import commit
+from test_siblings import PLACE, commit, copy_scripts
 
 # diagnose.py
 
@@ -107,6 +111,21 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
     assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, but not 0
 
 
+def test_a_log_with_half_a_line_or_without_lengths_is_read(tmp_path, capsys):
+    """verl may be writing the line, and TRL logs the lengths only with some settings."""
+    state, lines = tmp_path / "trainer_state.json", tmp_path / "verl.jsonl"
+    rows = [{"step": i} | TRL for i in range(2, 30)]
+    state.write_text(json.dumps({"log_history": [row | {"completions/mean_length": None} for row in rows]}))
+    diagnose.main(state)
+    said = capsys.readouterr().out
+    assert said.startswith("equal_groups is 0.95") and "first kl (needs kl)" in said
+    write_jsonl(lines, [{"step": i, "data": VERL} for i in range(2, 30)])
+    whole = lines.read_text()
+    for end in (len(whole) - 3, len(whole) - 2):  # the second half ends in }
+        lines.write_text(whole[:end])
+        assert [row["iteration"] for row in diagnose.read(lines)[1]] == [*range(2, 29)]
+
+
 # explain.py
 
 GRPO = 0.75 / 0.5001  # 0.5 is the std of 1, 0, 0, 0 with a divisor of k - 1
@@ -130,6 +149,12 @@ def test_a_long_group_gets_no_penalty_for_its_length():
     for scores, expected in (([1, 0, 0, 0], 0.75 / 0.5001), ([0, 1, 0, 0], -0.25 / 0.5001)):
         advantages, _ = explain.explain(explain.Args(scores=scores, lengths=(100, 3, 100, 5)), "dapo")
         assert advantages[0, 0].item() == pytest.approx(expected)
+
+
+def test_only_a_policy_has_a_tree_of_probabilities(tmp_path):
+    """Loaded as a policy, a reward model would have a random output layer."""
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
+        explain.main(explain.Args(model=str(ROOT / "toy" / "reward_model")))
 
 
 # compare.py
@@ -195,7 +220,7 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     half = [4.303 * std / math.sqrt(3) for std in (0.1, 0.01)]
     assert lines["rloo.py"] == ["3", *[f"0.600 ± {half[0]:.3f}"] * 2]
     assert lines["minus `rloo.py"] == ["3", *[f"-0.100 ± {half[1]:.3f}"] * 2]
-    assert "a1, " in said and "b2 logged no kl" in said and "from five seeds on" in said
+    assert "a1, " in said and "b2 logged no kl in" in said and "from five seeds on" in said
     lines, said = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
     assert lines["minus `rloo.py"] == ["2", *[f"-0.100 ± {12.706 * 0.02 / 2:.3f}"] * 2]
     lines, said = table(capsys, runs[0], runs[3])  # no seed in common
@@ -215,6 +240,29 @@ def test_equal_iterations_and_equal_kl(tmp_path, capsys):
     assert lines["minus `rloo.py --kl_coef 0.01"][-1] == "0.090 ± 0.000"
 
 
+def test_a_kl_of_only_some_iterations_is_not_compared(tmp_path, capsys):
+    """When a run is resumed, --log_kl may change."""
+    runs = [make_run(tmp_path / f"a{x}", x, constant(0.5), lambda i: 0.1 * i) for x in (1, 2)]
+    runs += [make_run(tmp_path / f"b{x}", x, constant(0.5), lambda i: 0.1 * i, script="grpo") for x in (1, 2)]
+    for is_kept in (lambda i: i < 15, lambda i: i > 5):
+        rows = [{"iteration": i, "score": 0.5} | ({"kl": 1.0} if is_kept(i) else {}) for i in range(1, 21)]
+        write_jsonl(runs[3] / "metrics.jsonl", rows)
+        lines, said = table(capsys, *runs, out=tmp_path / "c.png")
+        assert lines[""] == ["seeds", "score, all 20", "score, last 10"]
+        assert f"because {runs[3]} logged no kl in\nsome iterations" in said
+
+
+def test_a_picture_up_to_any_kl_and_with_any_number_of_groups(tmp_path):
+    """For these values of x, x * 30 / 30 is above x."""
+    runs = []
+    for kl in (0.059, 0.061, 0.118, 0.122, 0.135, 0.236, 0.244, 0.27):
+        assert kl * 30 / 30 > kl
+        runs.append(make_run(tmp_path / f"{kl}", 1, constant(0.5), constant(kl), kl_coef=kl))
+    groups = compare.group([compare.read(run) for run in runs])
+    figure = compare.draw(groups, "score", end=20, last=1, path=tmp_path / "c.png")
+    assert [len(axis.lines) for axis in figure.axes] == [8, 8]
+
+
 def test_an_evaluation_counts_where_it_was_logged_last(tmp_path, capsys):
     runs = [make_run(tmp_path / f"{x}", x, constant(0), script=x % 2 * "p" + "po") for x in (1, 2)]
     lines, _ = table(capsys, *runs, metric="eval/score/all", iterations=15, last=3)
@@ -225,14 +273,18 @@ def test_runs_of_one_script_and_one_set_of_flags_are_a_group(tmp_path):
     """They may differ in seed, folder, logging and memory, but not in another flag or in the text of the script."""
     changes = [{}, {"log_every": 0, "log_kl": True, "micro_batch_size": 8}, {"learning_rate": 1e-3}]
     changes += [{"source": "x"}, {"script": "grpo", "clip_eps": 0.2}, {"script": "grpo", "clip_eps": 0.3}]
+    changes += [{"model_checksum": 1}, {}, {}]
     runs = [make_run(tmp_path / f"{i}", i, constant(0), **change) for i, change in enumerate(changes)]
+    for i, iteration in ((7, 5), (8, 12)):  # resumed with the same edited script, at different iterations
+        (runs[i] / f"rloo-{iteration}.py").write_text("edited")
     groups = compare.group([compare.read(run) for run in runs])
     assert {name: [run.flags["seed"] for run in found] for name, found in groups.items()} == {
-        f"rloo.py --learning_rate 0.0002 ({runs[0]})": [0, 1],
+        f"rloo.py --learning_rate 0.0002 ({runs[0]})": [0, 1, 6],
         "rloo.py --learning_rate 0.001": [2],
         f"rloo.py --learning_rate 0.0002 ({runs[3]})": [3],
         "grpo.py --learning_rate 0.0002 --clip_eps 0.2": [4],
         "grpo.py --learning_rate 0.0002 --clip_eps 0.3": [5],
+        f"rloo.py --learning_rate 0.0002 ({runs[7]})": [7, 8],
     }
 
 
@@ -248,6 +300,7 @@ def test_seeds_for_a_difference():
         "a1 b1 short": "short has 12 iterations, and a1 has 20",
         "a1 again b1": "2 runs have seed 1",
         "a1 b1 --iterations 40": "use 1 <= last <= iterations <= 20",
+        "a1 b1 --iterations 0": "use 1 <= last <= iterations <= 20",
         "a1 b1 --metric loss": "a1 does not log it",
         "a1 nosuch": "nosuch: not a run folder",
     }.items(),
@@ -295,8 +348,69 @@ def test_planted_changes_no_file_that_git_cannot_restore(tmp_path, capsys, monke
     (tmp_path / "reinforce.py").write_text((ROOT / "reinforce.py").read_text())
     monkeypatch.setattr(planted, "ROOT", tmp_path)
     monkeypatch.setattr(planted.Planted, "path", lambda *args: tmp_path / "reinforce.py")
-    assert planted.main(["no baseline"]) == 2 and "no git repository" in capsys.readouterr().err
+    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
+    (tmp_path / ".gitignore").write_text("reinforce.py\n")
     commit(tmp_path)
+    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
+    (tmp_path / ".gitignore").write_text("")
+    commit(tmp_path)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
     assert planted.main(["no baseline"]) == 0
     assert "advantages = rewards.view" in (tmp_path / "reinforce.py").read_text()
-    assert planted.main(["no baseline"]) == 2 and "Commit them first" in capsys.readouterr().err
+    undo = "git restore ../reinforce.py"
+    assert f"To undo it: {undo}\n" in capsys.readouterr().out
+    assert (
+        planted.main(["baseline too low"]) == 2 and f"planted bug, undo it: {undo}" in capsys.readouterr().err
+    )
+    subprocess.run(undo.split(), check=True)
+    assert planted.main(["baseline too low"]) == 0
+
+
+# sync.py
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("grpo", lambda text: text.replace(PLACE, f"<<<<<<< HEAD\n{PLACE}"), "grpo.py: invalid syntax"),
+        ("grpo", lambda text: f"\ufeff{text}", "grpo.py begins with a byte order mark"),
+        ("rloo", lambda text: f"\ufeff{text}", "rloo.py begins with a byte order mark"),
+        ("grpo", lambda text: text.replace("estimator: begin", "estimator"), "grpo.py: a policy script has"),
+        ("rloo", lambda text: text.replace("estimator: end", "estimator"), "rloo.py: a policy script has"),
+        (
+            "grpo_lora",
+            lambda text: text.replace("variant of grpo.", "variant of no."),
+            "grpo_lora.py: there is no no.py",
+        ),
+    ],
+)
+def test_sync_writes_nothing_if_a_script_is_damaged(name, change, reason, tmp_path):
+    folder = copy_scripts(tmp_path)
+    commit(folder)
+    path = sync.paths(folder)[name]
+    path.write_text(change(path.read_text()))
+    before = {path: path.read_bytes() for path in folder.rglob("*.py")}
+    with pytest.raises(SystemExit, match=reason):
+        sync.sync(folder)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*.py")}
+
+
+# Makefile
+
+
+def test_make_names_the_python_that_is_too_old(tmp_path):
+    """Before it makes an environment, which a later call with another PYTHON would use."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    old = tmp_path / "old_python"
+    old.write_text(f"""#!/bin/sh
+if [ "$1" = -c ]; then exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 9); exec(sys.argv[1])" "$2"; fi
+mkdir -p .venv/bin
+ln -sf /bin/true .venv/bin/python
+""")
+    old.chmod(0o755)
+    result = subprocess.run(
+        ["make", ".venv/made", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 2 and "need Python 3.11 or newer" in result.stderr
+    assert not (tmp_path / ".venv").exists()

@@ -130,6 +130,17 @@ def test_a_mix_of_methods_is_a_script_like_the_others(tmp_path):
         assert mix.mix(*words, "methods", folder) == 2
 
 
+def test_a_loss_whose_patch_has_lines_outside_its_block_is_refused(tmp_path):
+    """They would be lost, because a mix has the lines of its advantage."""
+    folder = copy_scripts(tmp_path)
+    for name, patch in (("grpo", "dual_clip"), ("grpo", "mask_truncated"), ("ppo", "mask_truncated")):
+        assert sync.patch(name, patch, "methods", folder) == 0
+    assert "args.dual_clip_c" in mix.mixed("dr_grpo", ["grpo_dual_clip"], folder)
+    for loss in ("grpo_mask_truncated", "ppo_mask_truncated"):
+        with pytest.raises(ValueError, match="make patch SCRIPT="):
+            mix.mixed("dr_grpo", [loss], folder)
+
+
 def test_a_loss_of_responses_is_explained_for_advantages_of_tokens():
     for name, is_for_tokens in (("ppo", True), ("rloo", False)):
         assert ("A_i becomes A_t" in mix.mixed(name, ["gspo"])) == is_for_tokens

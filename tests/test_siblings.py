@@ -197,6 +197,7 @@ def test_an_edit_of_any_line_is_carried_or_made_by_hand():
         ("a x b", "a x y b", "a b", "a b"),
         ("a own b", "a b", "a x b", "a x own b"),
         ("a own x b", "a b", "a x b", "a own x b"),  # edited by hand
+        ("a x own y b", "a b", "a x y b", "a x own y b"),  # edited by hand, around an own line
         ("a own d", "a b c d", "a b x c d", None),
         ("a x y own b", "a x y b", "a z b", "a z own b"),
         ("a x own y b", "a x y b", "a z b", None),  # own has no place beside z

@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -24,7 +24,7 @@ from explain import print_table
 
 # Flags in which the runs of a group may differ. tests/test_seeds.py checks that a run may change them on resume, too.
 FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
-FREE |= {"micro_batch_size", "gradient_checkpointing"}
+FREE |= {"micro_batch_size", "gradient_checkpointing", "model_checksum"}
 # Quantiles 0.975 of Student's t for 1 to 9 degrees of freedom
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
@@ -33,7 +33,7 @@ T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 class Run:
     folder: Path
     flags: dict
-    source: str  # the copy of the script in the folder
+    source: str  # the copy of the script in the folder, and the versions with which the run was resumed
     metrics: dict[str, dict[int, float]]  # by name and iteration
     end: int  # the last iteration
 
@@ -42,6 +42,10 @@ class Run:
         values = self.metrics[metric]
         recent = [values[i] for i in range(end - last + 1, end + 1) if i in values]
         return mean(recent or [values[max(i for i in values if i <= end)]])
+
+    def logs_kl(self, end: int) -> bool:
+        """Whether it logged the KL in all iterations up to `end`. When a run is resumed, --log_kl may change."""
+        return {*range(1, end + 1)} <= self.metrics.get("kl", {}).keys()
 
     def highest_kl(self, end: int, last: int) -> float:
         return max(self.at("kl", i, last) for i in range(last, end + 1))
@@ -86,8 +90,9 @@ def read(folder: Path) -> Run:
     for row in rows:
         for name, x in row.items():
             metrics.setdefault(name, {})[row["iteration"]] = x
-    script = folder / f"{flags['script']}.py"
-    source = script.read_text() if script.exists() else ""
+    # grpo.py, and grpo-20.py if the script had changed when the run was resumed after iteration 20
+    scripts = folder.glob(f"{flags['script']}*.py")
+    source = "".join(sorted({path.read_text() for path in scripts}))
     return Run(folder, flags, source, metrics, max(metrics.get("iteration", [0])))
 
 
@@ -119,16 +124,16 @@ def check(groups: dict[str, list[Run]], metric: str, iterations: int | None, las
             if count > 1:
                 raise ValueError(f"{name}: {count} runs have seed {seed}. Give each seed once.")
     short, long = (f(runs, key=lambda run: run.end) for f in (min, max))
-    end = iterations or short.end
-    if not iterations and short.end < long.end:
+    end = short.end if iterations is None else iterations
+    if iterations is None and short.end < long.end:
         which = f"{short.folder} has {short.end} iterations, and {long.folder} has {long.end}"
         raise ValueError(f"{which}. To compare them at the same iteration, use --iterations {short.end}.")
     if not 1 <= last <= end <= short.end:
         raise ValueError(f"--iterations {end} --last {last}: use 1 <= last <= iterations <= {short.end}.")
     for run in runs:
-        if metric not in run.metrics:
-            names = ", ".join(run.metrics)
-            raise ValueError(f"--metric {metric}: {run.folder} does not log it. It logs {names}.")
+        if min(run.metrics.get(metric, [end + 1])) > last:
+            text = f"{run.folder} does not log it up to iteration {last}, which is --last"
+            raise ValueError(f"--metric {metric}: {text}. It logs {', '.join(run.metrics)}.")
     return end
 
 
@@ -136,9 +141,9 @@ def check(groups: dict[str, list[Run]], metric: str, iterations: int | None, las
 
 
 def measure(groups: dict[str, list[Run]], metric: str, end: int, last: int) -> tuple[dict, list[Path]]:
-    """For each column of the table, a number for each group and seed; and the folders of runs that log no KL."""
+    """For each column of the table, a number for each group and seed; and the folders of runs without some KL."""
     runs = [*chain(*groups.values())]
-    without = [run.folder for run in runs if "kl" not in run.metrics]
+    without = [run.folder for run in runs if not run.logs_kl(end)]
     columns = {f"{metric}, all {end}": lambda run: run.at(metric, end, end)}
     columns[f"{metric}, last {last}"] = lambda run: run.at(metric, end, last)
     if not without:
@@ -181,8 +186,8 @@ def print_notes(found: dict, without: list[Path]) -> None:
         "pairs of runs with the same seed. If the interval of a difference contains 0, chance can explain it."
     )
     if without:
-        print(f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl.")
-        print("Runs log it with --log_kl, or with a --kl_coef above 0.")
+        print(f"Nothing is compared at equal KL, because {', '.join(map(str, without))} logged no kl in")
+        print("some iterations. Runs log it with --log_kl, or with a --kl_coef above 0.")
     _, *others = next(iter(found.values()))
     for name in others:
         pairs = {head: differences(numbers, name) for head, numbers in list(found.items())[:2]}
@@ -201,15 +206,15 @@ def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: P
     import matplotlib.pyplot as plt
 
     runs = [*chain(*groups.values())]
-    has_kl = all("kl" in run.metrics for run in runs)
+    has_kl = all(run.logs_kl(end) for run in runs)
     size = (4 + 4 * has_kl, 3)
     figure, axes = plt.subplots(1, 1 + has_kl, layout="constrained", squeeze=False, figsize=size, sharey=True)
-    for (name, found), color in zip(groups.items(), plot.COLORS):
+    for (name, found), color in zip(groups.items(), cycle(plot.COLORS)):
         points = [range(last, end + 1)]
         lines = [[[run.at(metric, i, last) for run in found] for i in points[0]]]
         if has_kl:
             top = min(run.highest_kl(end, last) for run in found)
-            points.append([top * i / 30 for i in range(31)])
+            points.append([top * (i / 30) for i in range(31)])
             lines.append([[run.at(metric, run.reaches(x, last), last) for run in found] for x in points[1]])
         for axis, xs, values in zip(axes.flat, points, lines):
             axis.plot(xs, [mean(x) for x in values], color=color, label=name)

@@ -51,7 +51,9 @@ def read(path: Path) -> tuple[dict, list[dict]]:
         for line in logged:
             row = {NAMES[name]: x for name, x in line.items() if name in NAMES and x is not None}
             row |= {f"eval/score/{x}": line[x] for x in line if "val-core/" in x and "/mean@" in x}
-            if "kl" in row:
+            if "response_length" not in row:  # the KL of a response is not known
+                row.pop("kl", None)
+            elif "kl" in row:
                 row["kl"] *= row["response_length"]
             rows.append({"iteration": line["step"]} | row)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -95,6 +95,9 @@ def explain(args: Args, script: str):
 @torch.no_grad()
 def next_probs(folder: str | Path, texts: list[str]) -> list[torch.Tensor]:
     """For each text, the probabilities (length, V) of the next token after each of its tokens."""
+    kind = str(transformers.AutoConfig.from_pretrained(folder).architectures)
+    if "CausalLM" not in kind:
+        raise ValueError(f"--model {folder}: it is no policy, because its config.json names {kind}.")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1) for text in texts]

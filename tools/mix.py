@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from symtable import SymbolTable, symtable
 
-from sync import OWN, ROOT, functions, paths, policy_scripts, write
+from sync import OWN, ROOT, functions, inserting, paths, policy_scripts, skeleton, write
 
 STEPS = {"num_minibatches", "update_epochs"}  # from the loss: without a ratio, it allows only one step
 NO_KL = "    kl_coef: ClassVar[float] = 0.0  # no KL, so no reference is loaded"
@@ -76,6 +76,9 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     if others or name == loss:
         given = f"{name}, {','.join(chosen)}"
         raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS, and not {given}")
+    if skeleton(sources[loss]) != skeleton(sources[inserting(loss) or "grpo"]):
+        remedy = "Mix the methods without it, and use make patch SCRIPT=... on the mix"
+        raise ValueError(f"{loss}: it has a patch with lines outside its estimator block. {remedy}")
     source, block = sources[name], OWN.findall(sources[name])[1]
     mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
     for script, function in ((name, mine), (loss, theirs)):

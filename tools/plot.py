@@ -25,7 +25,8 @@ COLORS = [BLUE, ORANGE, GREEN, PINK, "#000000", "#E69F00", "#56B4E9"]
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
+    """The rows of a file. A last line without its end is left out, because a program may be writing it."""
+    return [json.loads(line) for line in path.open() if line.endswith("\n")]
 
 
 def read_run(folder: Path) -> tuple[dict, list[dict]]:

@@ -72,7 +72,10 @@ FUNCTION = re.compile(r"^(?:@\w[^\n]*\n)*(?:def|class) (\w+)\b.*?(?=\n\n\n)", re
 def paths(root: Path = ROOT) -> dict[str, Path]:
     """The path of each script by its name, which is the same in all folders: `dapo` is methods/dapo.py."""
     found = [path for folder in FOLDERS for path in (root / folder).glob("*.py")]
-    found = [path for path in found if path.read_bytes().startswith(b"# /// script")]  # no my_reward.py
+    heads = {path: path.open("rb").read(20) for path in found}
+    if marked := [str(path) for path, head in heads.items() if head.startswith(b"\xef\xbb\xbf# /// script")]:
+        sys.exit(f"error: {marked[0]} begins with a byte order mark. Save it as UTF-8 without one.")
+    found = [path for path, head in heads.items() if head.startswith(b"# /// script")]  # no my_reward.py
     names = Counter(path.stem for path in found)
     if twice := [str(path) for path in found if names[path.stem] > 1]:
         sys.exit(f"error: give each script another name: {', '.join(twice)}")
@@ -181,7 +184,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
         first, end, new = edit
         old, there = before.splitlines(True)[first:end], place(mine, first, end)
         here, inside = [known[k] for k in range(first, end) if k in known], lines[there]
-        if new and not here and where(new, inside):
+        if new and not here and Counter(new) <= Counter(inside):  # perhaps with a line of its own among them
             continue
         # The lines may have moved to another function.
         is_moved = old and not here and len(where(old, before.splitlines(True))) == 1
@@ -218,7 +221,10 @@ def functions(source: str) -> dict[str, str]:
 
 def git(root: Path, *words: str) -> str:
     """The output of git, which is empty if git fails."""
-    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+    try:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        sys.exit("error: make sync and make diff need git")
 
 
 def last_agreement(root: Path, copies: list[str]) -> str:
@@ -244,6 +250,16 @@ def sync(root: Path = ROOT) -> int:
     found, scripts, parents, known = paths(root), policy_scripts(root), variants(root), features(root)
     requirements = (root / "requirements.txt").read_text()
     texts = {name: path.read_text() for name, path in found.items()}
+    for name, text in texts.items():
+        file = found[name].name
+        if parents.get(name, name) not in found:
+            sys.exit(f"error: {file}: there is no {parents[name]}.py, of which it is a variant.")
+        try:
+            ast.parse(text, file)
+            if name not in STAGES:
+                skeleton(text)
+        except (SyntaxError, ValueError) as error:
+            sys.exit(f"error: {file}: {error}. Nothing was written.")
     sources = {name: pin(text, requirements) for name, text in texts.items()}
     bare = {name: OWN.sub("# own", text) for name, text in sources.items()}
     blocks = {name: OWN.findall(sources[name])[1] for name in [*scripts, *parents]}
@@ -301,7 +317,8 @@ def sync(root: Path = ROOT) -> int:
         if not lost[name] and not own[name]:
             block = [*OWN.findall(sources[name]), ""][1]
             memory[name] = [OWN.sub("# own", sources[name]), after, block, blocks.get(parents.get(name), "")]
-    memory_path.write_text(json.dumps(memory))
+    memory_path.with_suffix(".tmp").write_text(json.dumps(memory))
+    memory_path.with_suffix(".tmp").replace(memory_path)  # at once, because a part of it would be of no use
     groups = before = (root / "pyproject.toml").read_text()
     new = packages(sources["grpo"])
     for package, version in packages(texts["grpo"]).items():  # only where a group has the same version
@@ -417,9 +434,9 @@ def fits(patch: str) -> list[str]:
     return found
 
 
-def kinds(source: str) -> list[tuple[str, str]]:
+def kinds(source: str, file: str = "") -> list[tuple[str, str]]:
     """For each line, its part of the script (docstring, method or rest) and its kind (code, flags or text)."""
-    lines, tree = source.splitlines(), ast.parse(source)
+    lines, tree = source.splitlines(), ast.parse(source, file)
     found = [["rest", "text" if line.strip()[:1] in ("", "#") else "code"] for line in lines]
     for node in ast.walk(tree):
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -450,7 +467,11 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
         return 2
     files = [str(found[name].relative_to(root)) for name in (a, b)]
     text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
-    of_line = [kinds(found[name].read_text()) for name in (a, b)]
+    try:
+        of_line = [kinds(found[name].read_text(), file) for name, file in zip((a, b), files)]
+    except SyntaxError as error:
+        print(f"error: {error}")
+        return 2
     hunks, counts = defaultdict(str), defaultdict(Counter)
     for match in re.finditer(r"^@@ -(\d+)\S* \+(\d+).*\n((?:[ +\\-].*\n)+)", text, re.MULTILINE):
         here, number = set(), [int(match[1]) - 1, int(match[2]) - 1]
@@ -476,17 +497,17 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
 
 def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
     """Write the result of `make` into a new file, or print why there is none. Returns the exit code."""
-    words = chosen.split(",")
+    words = [word.strip() for word in chosen.split(",")]
     path = Path(folder, f"{'_'.join([name, *words])}.py")
     try:
         if (root / path).exists():
             raise ValueError(f"{path} exists; delete it to make it anew")
         text = make(name, words, root)
-    except ValueError as error:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(started_as(text, name, path))
+    except (OSError, ValueError) as error:
         print(f"error: {error}")
         return 2
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(started_as(text, name, path))
     print(f"{path}: start it from the top folder, python {path}")
     return 0
 
