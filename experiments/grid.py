@@ -45,7 +45,7 @@ def measure(run_dir: Path, seed: int, learning_rate: float, advantage: str, loss
         return norms[-1]
 
     script.optimizer_step = optimizer_step
-    script.say = script.say_result = lambda *given: None
+    script.say = script.say_result = lambda *given, **named: None
     args = script.Args(**FLAGS, learning_rate=learning_rate, seed=seed, run_dir=str(run_dir))
     vars(args).update(kl_coef=0.0, num_minibatches=2)  # even if the script fixes them
     script.main(args)

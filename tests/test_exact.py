@@ -97,6 +97,15 @@ def test_the_score_after_n_tokens_and_the_thirds_of_a_run():
     assert learn.thirds([1, 2, 3, 4, 5, 6, 7]) == [1.5, 6.5] and learn.thirds([4, 5]) == [4, 5]
 
 
+def test_a_run_of_the_grid_ends_with_its_numbers(tmp_path, monkeypatch):
+    """A mix trains in this process, with two optimizer steps for each rollout."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(grid, "FLAGS", grid.FLAGS | {"num_iterations": 2, "batch_size": 16})
+    row = grid.measure(tmp_path / "run", seed=1, learning_rate=2e-4, advantage="grpo", loss="rloo")
+    assert {*row} == {"score", "score, last 10", "norm clipped", "ratio clipped"}
+    assert row["norm clipped"] in (0.0, 0.25, 0.5, 0.75, 1.0) and row["score"] == row["score, last 10"]
+
+
 def test_the_tables_of_the_grid(capsys):
     """Means and standard errors over two seeds of made-up rows. Differences are between runs of the same seed."""
     scores = {("rloo", 1): 0.5, ("rloo", 2): 0.7, ("grpo", 2): 0.9, ("grpo", 1): 0.6}
