@@ -23,6 +23,7 @@ ADVANTAGES = ("reinforce", "rloo", "dr_grpo", "reinforce_pp_baseline", "grpo", "
 LOSSES = {"rloo": "sum, no ratio", "reinforce_pp": "token mean", "gdpo": "1/T", "gspo": "gspo"}
 RATES = (2e-4, 5e-4)
 SEEDS = 5
+T_OF_5 = 2.776  # the limit of t for five seeds
 CELLS = [  # if you stop it after whole seeds, the rows are balanced
     {"seed": seed, "learning_rate": rate, "advantage": advantage, "loss": loss}
     for seed, rate, advantage, loss in product(range(1, SEEDS + 1), RATES, ADVANTAGES, LOSSES)
@@ -70,12 +71,17 @@ def means(rows: list[dict], key: str = "score", **cell) -> list[float]:
 
 
 def spread(values: list[float], others: list[float] | None = None) -> str:
-    """The mean over seeds with its standard error. If others are given, of the differences at the same seeds."""
+    """The mean over seeds with its standard error. With others, of the differences at the same seed.
+
+    A star marks a difference whose 95% interval, from the t distribution, excludes 0.
+    """
     if others is not None:
         values = [] if values == others else [x - y for x, y in zip(values, others)]
     if len(values) < 2:
         return ""
-    return f"{round(mean(values), 3) + 0:.3f} ± {stdev(values) / math.sqrt(len(values)):.3f}"  # + 0: no -0
+    error = stdev(values) / math.sqrt(len(values))
+    star = " *" if others is not None and len(values) == SEEDS and abs(mean(values)) > T_OF_5 * error else ""
+    return f"{round(mean(values), 3) + 0:.3f} ± {error:.3f}{star}"  # + 0: no -0
 
 
 def share(rows: list[dict], key: str, **cell) -> str:
