@@ -594,7 +594,7 @@ def load_model(args, name, auto_class):
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
         hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model."
+            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub

@@ -362,10 +362,11 @@ def load_model(args):
             args.model, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, **options
         )
     except (OSError, ValueError) as error:
-        missing = f"no such folder in {os.getcwd()}, and not on the Hugging Face Hub. "
-        missing += "Start scripts from the top folder of the repository. Of a run, name its folder model/. "
-        problem = "cannot be loaded. " if Path(args.model).exists() else missing
-        check(False, f"{flag}: {problem}({' '.join(str(error).split()):.200})")
+        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
+        hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        problem = "not loaded" if Path(args.model).exists() else place
+        check(False, f"{flag}: {problem} ({reason:.150}). {hint}")
     check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub
     # transformers fills in missing weights at random, which is right for the head of a policy only.
     lacking = ", ".join({*info["missing_keys"]} - {"score.weight"})

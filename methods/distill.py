@@ -123,7 +123,7 @@ class Args:  # the comment after a flag becomes its --help text
     # --- estimator: begin --------------------------------------------------------------------------------
     teacher: str = "toy/teacher"  # model with the same tokenizer: local folder or Hub id of a causal LM
     samples_per_prompt: int = 1  # k: responses per prompt, which are not compared with each other
-    min_samples_per_prompt: ClassVar[int] = 1  # smaller groups are refused (a ClassVar is not a flag)
+    min_samples_per_prompt: ClassVar[int] = 1  # not a flag: smaller groups are refused
     kl_coef: ClassVar[float] = 0.0  # the KL to the teacher is the objective, not a penalty
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
@@ -585,7 +585,7 @@ def load_model(args, name, auto_class):
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
         hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model."
+            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub

@@ -119,7 +119,7 @@ class Args:  # the comment after a flag becomes its --help text
     # The method: its flags and functions, up to `estimator: end`. Sibling scripts share the rest.
     # --- estimator: begin --------------------------------------------------------------------------------
     samples_per_prompt: int = 8  # k: responses per prompt, the group that a score is compared with
-    min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
+    min_samples_per_prompt: ClassVar[int] = 2  # not a flag: smaller groups are refused
     kl_coef: ClassVar[float] = 0.0  # no KL term, so no reference is loaded
     clip_eps: float = 0.2  # eps: stop pushing a token once its ratio has moved by eps in the direction of A
     num_minibatches: int = 2  # optimizer steps per pass over the rollout
@@ -584,7 +584,7 @@ def load_model(args, name, auto_class):
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
         hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model."
+            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub

@@ -122,7 +122,7 @@ class Args:  # the comment after a flag becomes its --help text
     template: str = "{demonstration} {prompt}"  # the text of a prompt with a demonstration
     success_score: float = 1.0  # a response with this score or more is a demonstration for the others
     samples_per_prompt: int = 8  # k: responses per prompt; right ones are demonstrations for the others
-    min_samples_per_prompt: ClassVar[int] = 2  # smaller groups are refused (a ClassVar is not a flag)
+    min_samples_per_prompt: ClassVar[int] = 2  # not a flag: smaller groups are refused
     kl_coef: ClassVar[float] = 0.0  # no KL term to --model, so no reference is loaded
     num_minibatches: ClassVar[int] = 1  # one optimizer step per rollout, as no ratio corrects for a second
     update_epochs: ClassVar[int] = 1
@@ -603,7 +603,7 @@ def load_model(args, name, auto_class):
         place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
         hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
         if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model."
+            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
     check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub

@@ -141,6 +141,10 @@ def test_refused(case, bad, tmp_path, capsys):
     assert (tmp_path / "run").exists() == (case in AT_THE_FIRST_ROLLOUT)
 
 
+def test_what_has_to_do_with_scores_may_be_negative():
+    grpo.check_args(grpo.Args(reward_scale=-1.0, missing_eos_penalty=-0.5))
+
+
 def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path, monkeypatch):
     flags = {"run_dir": tmp_path / "run", "reward": f"{bad}/reward.py:leaves", "max_response_length": 2}
     monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(**flags)])

@@ -137,3 +137,11 @@ def test_nan_is_wrong_also_where_zero_is_right(load):
 
     assert check.report("grpo", function, 1e-8) == []
     assert [name for _, name, _, _ in check.report("grpo", without_epsilon)] == ["advantages"]
+
+
+def test_a_function_that_changes_its_mask_is_compared_with_the_mask_of_the_file():
+    def changes(inputs):
+        inputs["response_mask"][:] = False
+        return {"advantages": 7.0 * np.ones(inputs["response_mask"].shape)}
+
+    assert len(check.report("grpo", changes)) == len(check.cases("grpo"))

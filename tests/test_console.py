@@ -85,6 +85,17 @@ def test_means_are_those_of_the_first_and_last_ten_iterations(tmp_path, capsys, 
     assert f"first 10: {first:.3g}, of the last 10: {last:.3g}." in capsys.readouterr().out
 
 
+def test_days_that_are_left_stand_apart(tmp_path, capsys):
+    grpo.log(grpo.Args(), tmp_path, 1, {"tokens_per_second": 1230.0}, left=1e6)
+    assert capsys.readouterr().out.split()[-4:] == ["1230", "11", "days,", "13:46:40"]
+
+
+def test_a_run_that_only_evaluated_has_no_last_lines(tmp_path, capsys):
+    write_jsonl(tmp_path / "metrics.jsonl", [{"iteration": 0, "eval/score/all": 9}])
+    grpo.say_result(tmp_path, "score", "--num_iterations 0")
+    assert capsys.readouterr().out == ""
+
+
 def test_the_last_lines_of_a_finished_run_are_true(resumed, monkeypatch, capsys):
     """The same command prints them again. They name the model, and the command for a longer run."""
     folder, said = resumed

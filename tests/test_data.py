@@ -92,9 +92,9 @@ def test_the_template_receives_tools_and_options(tmp_path):
 
 def test_options_of_a_template(capsys):
     """Parquet gives each tool the fields of all tools. A string "false" would be true for a template."""
-    fields = {"a": {"type": "string", "enum": None}, "b": None}
+    fields = {"a": {"type": "string", "enum": None}, "b": None, "c": {"enum": ["x", None]}}
     row = {"tools": [{"name": "7", "parameters": {"properties": fields}}], "prompt": [USER]}
-    expected = [{"name": "7", "parameters": {"properties": {"a": {"type": "string"}}}}]
+    expected = [{"name": "7", "parameters": {"properties": {"a": {"type": "string"}, "c": fields["c"]}}}]
     assert grpo.template_options(grpo.Args(), row) == {"tools": expected}
     for script in (grpo, sft, reward_model, dpo):
         args = script.Args(chat_template_kwargs={"enable_thinking": "false"})

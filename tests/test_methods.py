@@ -160,13 +160,14 @@ def test_sdpo_demonstrates_with_another_right_response_of_the_group():
 
 
 def test_sdpo_prefers_the_demonstration_of_the_dataset():
-    """In a chat, the demonstration is in the last message. The template gets the options of the flag."""
+    """In a chat, the demonstration is in the last message. The template gets the options of flag and row."""
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
-    tokenizer.chat_template = "{{ '+' if think }} " + tokenizer.chat_template
+    tokenizer.chat_template = "{{ '+' if think }} {{ '-' if mine }} " + tokenizer.chat_template
     prompts = [[{"role": "user", "content": text}] for text in SDPO_PROMPTS]
-    result, responses = teach(model, tokenizer, prompts, demonstration="answer 4")
+    columns = {"demonstration": "answer 4", "chat_template_kwargs": {"mine": True}}
+    result, responses = teach(model, tokenizer, prompts, **columns)
     for i, response in enumerate(responses):
-        context = tokenizer(f"+ <bos> <user> answer 4 {SDPO_PROMPTS[i // 3]} <end> <model>")["input_ids"]
+        context = tokenizer(f"+ - <bos> <user> answer 4 {SDPO_PROMPTS[i // 3]} <end> <model>")["input_ids"]
         assert_logprobs(result["teacher_logprobs"][i], model, context, response)
 
 

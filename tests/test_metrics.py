@@ -18,9 +18,10 @@ import sync
 import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, read_jsonl, write_jsonl
-from zoo import STAGE_DATA, few, held_out, record, recorded, run_stage
+from zoo import STAGE_DATA, few, held_out, record, recorded, run, run_stage
 
 import grpo
+import grpo_correction
 
 VARIANTS = sync.variants()  # with their parents
 TWO_RANKS = ("grpo_fsdp", "flash_reinforce_async")  # they need two ranks
@@ -215,6 +216,19 @@ def test_equal_scores_are_neither_above_nor_below_their_mean(score):
     rollout["raw_scores"][0] += 0.5
     metrics = grpo.measure(args, rollout, 0.0, 1.0, 2.0)
     assert metrics["response_length/above"] == metrics["response_length/below"] == 3
+
+
+def test_the_difference_of_a_corrected_run_is_to_the_sampler(tmp_path, monkeypatch):
+    generate = grpo_correction.generate
+
+    def engine(*args, **options):
+        rollout = generate(*args, **options)
+        return rollout | {"old_logprobs": rollout["old_logprobs"] - 0.25 * rollout["response_mask"]}
+
+    monkeypatch.setattr(grpo_correction, "generate", engine)
+    run("grpo_correction", num_iterations=1, run_dir=tmp_path)
+    [line] = read_jsonl(tmp_path / "metrics.jsonl")
+    assert line["logprob_difference"] == pytest.approx(0.25, abs=1e-4)
 
 
 def test_a_score_that_rounding_takes_for_the_mean_has_nothing_on_one_side():

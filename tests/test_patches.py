@@ -325,3 +325,9 @@ def test_chunked_head_refuses_a_model_that_caps_its_logits(load, tmp_path, capsy
     args = module.Args(device="cpu", model=model)
     said = zoo.refused(capsys, module.load_model, args, model, transformers.AutoModelForCausalLM)
     assert "changes the logits after its output layer" in said
+
+
+def test_mask_truncated_goes_on_if_all_responses_of_a_step_are_truncated(load, tmp_path):
+    made = load("grpo", "mask_truncated")
+    run(made.__name__, max_response_length=1, run_dir=tmp_path / "run")
+    assert [line["policy_loss"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0.0, 0.0]

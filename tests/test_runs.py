@@ -74,7 +74,9 @@ def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
     with resume.interrupted(grpo, "compute_advantages", call=3):
         run("grpo", **flags)
     mine = write_jsonl(tmp_path / "run" / "mine.jsonl", [{"iteration": 9}])
+    (tmp_path / "run" / "grpo.py").write_text("# as it was\n")
     run("grpo", **flags)
+    assert (tmp_path / "run" / "grpo.py").read_bytes() == (ROOT / "grpo.py").read_bytes()
     for name, numbers in (("metrics", [0, 1, 2, 3, 4, 5]), ("samples", sorted([1, 2, 3, 4, 5] * 3))):
         assert [line["iteration"] for line in read_jsonl(tmp_path / "run" / f"{name}.jsonl")] == numbers
     assert read_jsonl(mine) == [{"iteration": 9}]
@@ -256,6 +258,8 @@ def test_a_model_that_is_replaced_is_never_deleted_where_it_stands(tmp_path, mon
     deleted = recorded(monkeypatch, grpo.shutil, "rmtree")
     run("grpo", **SHORT, run_dir=tmp_path)
     assert {args[0] for args, _ in deleted} == {f"{tmp_path}/model.old"}
+    shutil.copytree(tmp_path / "model", tmp_path / "model.old")  # by a kill
+    run("grpo", **SHORT | {"num_iterations": 3}, run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("model*")} == {"model"}
 
 

@@ -57,7 +57,7 @@ TEMPLATES = {
     "chat": zoo.CHAT,
     "two tokens": zoo.CHAT.replace("<end>", "<end> ="),  # as ChatML: <|im_end|> and a newline
     "no special": "{% for m in messages %}{{ m.content }} - {% endfor %}",
-    "opened": zoo.CHAT.replace("<model> {% endif", "<model> <think> {% endif"),
+    "opened": zoo.CHAT.replace("<model> {% endif", "<model> <think>\n{% endif"),
     "tools": "{{ tools[0].function.name if tools }} {{ '+' if think }} " + zoo.CHAT,
 }
 # The template, the columns of a row, its response, and the texts, written by hand, that must be read as the prompt
@@ -76,7 +76,7 @@ TRAPS = {
     "continued": ("chat", {"prompt": [USER, PREFIX]}, "= 3", TURN + " think 3", "= 3 <end>"),
     "messages": ("chat", {"prompt": [USER]}, [ANSWER], TURN, CHAT_ENDS),
     "conversation": ("chat", {"prompt": None}, [USER, ANSWER], TURN, CHAT_ENDS),
-    "opened": ("opened", {"prompt": [USER]}, " <think> 3 = 3", TURN + " <think>", "3 = 3 <end>"),
+    "opened": ("opened", {"prompt": [USER]}, " <think> 3 = 3", TURN + " <think> \n", "3 = 3 <end>"),
     "not opened": ("chat", {"prompt": [USER]}, "<think> 3", TURN, "<think> 3 <end>"),
     "tools": ("tools", {"prompt": [USER], **TOOLS}, "answer 8", "7 + " + TURN, CHAT_ENDS),
 }
@@ -89,7 +89,7 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
     template, columns, response, prompt, learned = TRAPS[trap]
     tokenizer, model = zoo.make_tokenizer(bos=True), zoo.make_model("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<user>", "<model>"]})
-    tokenizer.add_tokens("<think>")
+    tokenizer.add_tokens(["<think>", "\n"])
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = TEMPLATES[template]
     other = [*response[:-1], PREFIX] if isinstance(response, list) else "answer 1"
@@ -102,7 +102,7 @@ def test_texts_and_chats_begin_and_end_as_tokenizer_and_template_write_them(scri
         assert all(found["completion_mask"][start:])
     else:
         (found,) = script.load_rows(script.Args(), data, "train", model, tokenizer)
-        ids, start = found["chosen_ids"], found.get("prompt_length", len(prompt.split()))
+        ids, start = found["chosen_ids"], found.get("prompt_length", len(prompt.split(" ")))
     assert tokenizer.decode(ids[:start]) == prompt
     if script is reward_model:  # it reads what the template writes, as in load_reward, and no EOS after it
         learned = learned.replace("- <eos>", "-")
@@ -228,6 +228,9 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (reward_model, {}, {"margin": math.nan}, "--margin nan"),
         (reward_model, {}, {"center_rewards_coefficient": -1.0}, "--center_rewards_coefficient -1.0"),
         (dpo, {}, {"beta": 0.0}, "--beta 0.0"),
+        (sft, {"completion": "more"}, {"model": "{longer}"}, "--dataset (more) is beyond the embeddings"),
+        *((x, {}, {"model": "toy"}, "--model toy") for x in STAGES),
+        *((x, {"rejected": "more"}, {"model": "{longer}"}, "--dataset (more) beyond") for x in STAGES[1:]),
         *((script, {}, {name: 0}, f"--{name} 0: above 0") for script in STAGES for name in COUNTS),
         *((script, {}, {"max_grad_norm": 0.0}, "0.0: above 0") for script in STAGES),
         *((x, {}, {"learning_rate": y}, f"{y}: 0 or more") for x in STAGES for y in (-1.0, math.nan)),
@@ -238,6 +241,10 @@ def test_bad_input_gets_one_line(tmp_path, capsys, script, columns, flags, words
     data = write_jsonl(tmp_path / "data.jsonl", [good, good, good | columns])
     default = {"dataset": data, "batch_size": 3, "run_dir": tmp_path / "run"}
     default |= zoo.held_out(script.__name__, None, 0)
+    longer = zoo.make_tokenizer()
+    longer.add_tokens("more")
+    if flags.get("model") == "{longer}":
+        flags = flags | {"model": zoo.save(tmp_path / "longer", zoo.make_model("llama"), longer)}
     said = zoo.refused(capsys, run_stage, script, **default | flags)
     assert all(word in said for word in words.split()) and not (tmp_path / "run").exists(), said
 
@@ -445,3 +452,10 @@ def test_pairs_without_a_difference_or_a_response_after_the_cut_are_left_out(tmp
     kept = dpo.load_rows(args, data, "train", model, zoo.make_tokenizer())
     assert [row["prompt"] for row in kept] == [row["prompt"] for row in zoo.PAIRS]
     assert "3 of 5 pairs" in capsys.readouterr().out
+
+
+def test_pairs_without_a_group_are_in_no_group():
+    """A dataset fills the column of such a row with None."""
+    for script in (reward_model, dpo):
+        found = script.accuracies([{"group": "a"}, {"group": None}, {}], torch.tensor([True, False, False]))
+        assert found == {"eval/accuracy": 1 / 3, "eval/accuracy/a": 1.0}

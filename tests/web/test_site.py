@@ -97,7 +97,7 @@ def test_compare_shows_exactly_the_lines_of_diff(a, b, visit):
         assert folded[-1] == '"""' and [*folded].count('"""') == 1
     number = page.evaluate("hunks().length")
     assert 0 < number < page.locator(".hunk").count()
-    for key, place in (("n", 1), ("p", number)):
+    for key, place in (("p", number), ("n", 1)):
         page.keyboard.press(key)
         assert page.inner_text("#at").startswith(f"{place} of {number}")
         playwright.expect(page.locator(".hunk.here")).to_be_in_viewport()
