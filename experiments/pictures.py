@@ -108,7 +108,7 @@ def draw_group(script: str):
             place = (x - 0.5, line - 0.44)
             axis.add_patch(plt.Rectangle(place, 1, 0.88, facecolor=MOVES(0.5 + move), edgecolor=GREY, lw=0.5))
             number = f"\n{move:+.2f}" if abs(move) >= 0.005 else ""
-            axis.text(x, line, token + number, ha="center", va="center", fontsize=8, color="black")
+            axis.text(x, line, token + number, ha="center", va="center", color="black")
         y = line + 1.05
     axis.set(xlim=(-1.9, 6.6), ylim=(y - 0.5, -0.5))
     axis.set_axis_off()
@@ -166,17 +166,18 @@ def draw_weights(methods: dict, sizes: tuple[int, ...]):
         axis.axhline(1, color=GREY, lw=1)
         for k in sizes:
             w = exact.weights(script, k)
-            axis.plot(p, w, color=color, alpha=0.4 + 0.1 * math.log2(k))
-            axis.text(-0.02, w[0], f"k = {k}", color=color, fontsize=8, ha="right", va="bottom")
+            axis.plot(p, w, color=color, lw=0.5 + 0.25 * math.log2(k))
+            # Beside the end where the lines are furthest apart
+            x, y, side = (1.03, w[-1], "left") if script == "grpo" else (-0.03, w[0], "right")
+            axis.text(x, y, f"k = {k}", color=color, ha=side, va="center")
         axis.plot(p, [limit(x) for x in p], color=color, ls=":")
-        axis.text(0.1, 12, "dotted: k → ∞", color=color, fontsize=8)
-        left = -0.17 * len(methods)  # room for k
-        axis.set(title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(left, 1))
+        axis.text(0.14, 14, "dotted: k → ∞", color=color)
+        axis.set(title=f"{script}.py", xlabel="pass rate", xticks=(0, 0.5, 1), xlim=(0, 1))
         axis.set_yscale("log", base=2)
         axis.set_ylim(0.4, 40)
         axis.set_yticks((0.5, 1, 2, 4, 8, 16, 32), ("½", "1", "2", "4", "8", "16", "32"))
     axes[0, 0].set_ylabel("weight")
-    axes[0, 0].text(0.5, 0.93, "rloo.py", ha="center", va="top", fontsize=8)
+    axes[0, 0].text(0.5, 0.93, "rloo.py", ha="center", va="top")
     return figure
 
 
@@ -220,13 +221,14 @@ def draw_hacking():
     """Score by the reward model, true accuracy and KL of reinforce_pp.py with three betas."""
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 5), sharex=True)
     rows = [row for row in load("hacking") if "kl curve" in row]
-    for row, color, beta in zip(rows, (PINK, GREY, GREEN), ("0", "0.05", "1")):
-        for axis, key, step in zip(axes, ("score curve", "greedy 2-5 curve", "kl curve"), (1, 5, 1)):
-            draw_curve(axis, row[key], step, color=color, label=f"β = {beta}")
+    for row, style, beta in zip(rows, ("-", "--", ":"), ("0", "0.05", "1")):
+        panels = zip(axes, ("score curve", "greedy 2-5 curve", "kl curve"), (1, 5, 1), (GREEN, PINK, GREY))
+        for axis, key, step, color in panels:
+            draw_curve(axis, row[key], step, color=color, ls=style, label=f"β = {beta}")
     axes[0].set_title("score, by the reward model")
     axes[1].set(title="true accuracy on held-out sums", ylim=(0, 1.05))
     axes[1].axhline(rows[0]["greedy 2-5 curve"][0], color=GREY, ls=":", lw=1)
-    axes[1].text(100, 0.13, "before training", ha="right", va="bottom", fontsize=8)
+    axes[1].text(100, 0.13, "before training", ha="right", va="bottom")
     axes[2].set(title="KL from the start, nats per response", xlabel="iteration")
     axes[0].legend(ncols=3, loc="lower right")
     return figure
@@ -265,13 +267,13 @@ def draw_question(number: int):
                 line = draw_curve(axis, row[key], color=color, lw=width)
             line.set_label("with the bug" if name else "unchanged")
         if key == "grad_norm":
-            axis.set(yscale="log", ylim=(0.05, 200))
-            axis.set_yticks((0.1, 1, 10, 100), ("0.1", "1", "10", "100"))
+            axis.set_yscale("log")
+            axis.set_yticks((0.0001, 0.01, 1, 100), ("0.0001", "0.01", "1", "100"))
         else:
             top = 1.05 if key == "score" else axis.get_ylim()[1]
             axis.set_ylim(-0.03 * top, top)
         axis.set(title=key, xlabel="iteration")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure
 
 
@@ -290,16 +292,16 @@ def draw_grid():
         for (y, x), score in cells.items():
             color = MOVES(0.5 + 4 * (score - middle))
             axis.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor=GREY, lw=0.5))
-            axis.text(x, y, f"{score:.2f}", ha="center", va="center", fontsize=8, color="black")
+            axis.text(x, y, f"{score:.2f}", ha="center", va="center", color="black")
         axis.set(xlim=(-0.5, len(grid.LOSSES) - 0.5), ylim=(len(grid.ADVANTAGES) - 0.5, -0.5))
         axis.set_title(f"learning rate {rate:g}")
-        names = [name.replace(" ", "\n", 1) for name in grid.LOSSES.values()]
-        axis.set_xticks(range(len(names)), names, fontsize=8)
+        names = [name.replace(" ", "\n") for name in grid.LOSSES.values()]
+        axis.set_xticks(range(len(names)), names)
         axis.tick_params(length=0)
         axis.grid(visible=False)
         axis.spines[:].set_visible(False)
     names = [name.replace("pp_", "pp_\n") for name in grid.ADVANTAGES]
-    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].set_yticks(range(len(names)), names)
     return figure
 
 

@@ -18,9 +18,10 @@ from typing import Annotated
 import tyro
 
 METRICS = "score kl response_length entropy loss accuracy margin".split()
-# Okabe and Ito's colors, which color-blind readers can tell apart, and a grey for light and dark backgrounds. In the
-# docs, blue means more likely or right, and orange means less likely or wrong.
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F"
+# Okabe and Ito's colors, which color-blind readers can tell apart, and a grey. The first five are so dark that their
+# contrast with white is 4.5, and so light that it is 3.5 with the black of GitHub's dark pages. In the docs, blue means
+# more likely or right, orange means less likely or wrong, and the other three distinguish series.
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#C05500", "#00825E", "#B4568C", "#757575"
 COLORS = [BLUE, ORANGE, GREEN, PINK, "#000000", "#E69F00", "#56B4E9"]
 
 

@@ -117,25 +117,31 @@ function unfold(open) {
 
 const sizeOf = (changes) => changes.reduce((sum, [a0, a1, b0, b1]) => sum + a1 - a0 + b1 - b0, 0);
 
-/** How many lines of each kind differ, in words. */
-function kinds(a, b) {
-  const [names, counts] = [{ m: "the method", c: "the other code", f: "flags", t: "text" }, {}];
+/** How many lines of each kind differ. */
+function counted(a, b) {
+  const counts = { m: 0 };
   for (const [a0, a1, b0, b1] of HUNKS[`${a}..${b}`])
     for (const kind of SCRIPTS[a].kinds.slice(a0, a1) + SCRIPTS[b].kinds.slice(b0, b1))
       counts[kind] = (counts[kind] ?? 0) + 1;
+  return counts;
+}
+
+/** The same in words. */
+function kinds(a, b) {
+  const [names, counts] = [{ m: "the method", c: "the other code", f: "flags", t: "text" }, counted(a, b)];
   const found = Object.keys(names).filter((kind) => counts[kind]);
   return found.map((kind, i) => `${counts[kind]}${i ? "" : " lines"} of ${names[kind]}`).join(", ");
 }
 
-/** A table of all pairs of methods with the number of lines that differ, and the names of all scripts to choose from. */
+/** A table of all pairs of methods with the number of lines of the method that differ, and the names of all scripts to choose from. */
 function drawPairs() {
-  const cell = (pair) => {
-    const count = sizeOf(HUNKS[pair] ?? []);
-    const share = Math.min(count / 2, 100); // how strong the colour is
-    return `<td style="--share:${share}%">${count ? `<a href="#${pair}">${count}</a>` : ""}</td>`;
+  const cell = (a, b) => {
+    if (a == b) return "<td></td>";
+    const { m } = counted(a, b);
+    return `<td style="--share:${Math.min(m, 100)}%"><a href="#${a}..${b}">${m}</a></td>`; // how strong the color is
   };
   const head = METHODS.map((name) => `<th scope="col"><span>${name}</span></th>`);
-  const row = (a) => `<tr><th scope="row">${a}</th>${METHODS.map((b) => cell(`${a}..${b}`)).join("")}</tr>`;
+  const row = (a) => `<tr><th scope="row">${a}</th>${METHODS.map((b) => cell(a, b)).join("")}</tr>`;
   $("matrix").innerHTML =
     `<table class="matrix"><thead><tr><th></th>${head.join("")}</tr></thead>${METHODS.map(row).join("")}</table>`;
   for (const side of ["a", "b"])

@@ -1,4 +1,5 @@
-// A browser starts no worker from disk. There the search, which is the theme's worker, runs in a hidden frame.
+// A browser starts no worker from disk. There the search, which is the theme's worker, runs in a hidden frame. As between
+// threads, it receives copies of messages, because it changes them, and the page would lose what was typed.
 if (location.protocol == "file:")
   window.Worker = class {
     constructor(url) {
@@ -12,7 +13,7 @@ if (location.protocol == "file:")
       this.ready = new Promise((resolve) => (inside.onload = resolve));
     }
     postMessage(data) {
-      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) })));
     }
     terminate() {
       this.frame.remove();

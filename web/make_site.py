@@ -56,6 +56,26 @@ def page_of(path: Path) -> Path:
     return WORK / "pages" / (name if path.suffix in (".md", ".png") else f"{name}.md")
 
 
+def links_of(name: str, scripts: dict[str, Path]) -> str:
+    """A line of links from the page of a script: its section, the page Compare, and its neighbors in README.md."""
+    rows = re.findall(r"^\| \[`(\w+)`\].* (\w+) \|$", (ROOT / "docs" / "learn.md").read_text(), re.MULTILINE)
+    head, _, feature = name.rpartition("_")
+    if name in dict(rows):
+        page, anchor, other = "methods", name, dict(rows)[name]
+    elif scripts[name].parent.name == "variants":
+        page, anchor, other = "variants", feature, head
+    else:
+        page, anchor, other = "stages", name, "grpo"
+    top = os.path.relpath(ROOT, scripts[name].parent)
+    links = [f"[{page.title()}]({top}/{page}.md#{anchor})"]
+    links.append(f"[Compare with {other}]({top}/compare.md#{other}..{name})")
+    at, names = [*scripts].index(name), [*scripts]
+    near = {"Previous": names[at - 1 : at], "Next": names[at + 1 : at + 2]}
+    for word, found in near.items():
+        links += [f"{word}: [{x}]({top}/{scripts[x].relative_to(ROOT)}.md)" for x in found]
+    return " · ".join(links)
+
+
 def write_pages(scripts: dict[str, Path]) -> None:
     """Write pages for README.md, docs/, the scripts, and the files that they link to."""
     todo = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *scripts.values()]
@@ -78,9 +98,11 @@ def write_pages(scripts: dict[str, Path]) -> None:
             text = re.sub("π_(old|ref|θ)", r"π<sub>\1</sub>", path.read_text())
             target.write_text(LINK.sub(link, text))
         else:
-            language = "python" if path.suffix == ".py" else "text"  # colors would make data larger
+            # Colors and numbers would make data larger.
+            language = '{ .python linenums="1" }' if path.suffix == ".py" else "text"
+            links = links_of(path.stem, scripts) if path in scripts.values() else ""
             head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n"
-            target.write_text(f"{head}~~~~~{language}\n{path.read_text()}~~~~~\n")
+            target.write_text(f"{head}{links}\n\n~~~~~ {language}\n{path.read_text()}~~~~~\n")
 
 
 def write_settings() -> None:
@@ -95,7 +117,8 @@ def write_settings() -> None:
 
 def mathml(match: re.Match) -> str:
     tag, tex = match[1], html.unescape(match[2])
-    tex = re.sub(r"_\{([a-z]{2,})\}", r"_{\\mathrm{\1}}", tex)  # seq is a word, not s times e times q
+    tex = re.sub(r"_\{(?!ij)([a-z]{2,})\}", r"_{\\mathrm{\1}}", tex)  # seq is a word, and ij are two indices
+    tex = tex.replace("KL", r"\mathrm{KL}")
     result = convert(tex, display="block" if tag == "div" else "inline")
     if "\\" in result:
         raise ValueError(f"latex2mathml does not know a command of {tex}")
@@ -106,17 +129,20 @@ def finish(folder: Path) -> None:
     """Edit the pages of zensical where no setting can. A new version of zensical may need other patterns.
 
     Formulas become MathML, because scripts that draw TeX would need a network. Names may wrap after an underscore.
-    site.css must know which code is a drawing, which must not wrap, and which cells of tables contain sentences, which
-    must be wide on a phone. Search results show no formulas, and the links of 404.html would need a server.
+    site.css must know which code is a drawing, which must not wrap, which cells of tables contain sentences, which must
+    be wide on a phone, and which contain numbers, which must not wrap. Search results show no formulas, and the links
+    of 404.html would need a server.
     """
     tex = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
     drawing = re.compile(r"<pre(?=><span></span><code>[^\n]*[─█])")
     sentences = re.compile(r"<td(?=>.{50,}</td>$)", re.MULTILINE)
+    numbers = re.compile(r"<td(?=>[-+\u2212]?\d[^<]{0,24}</td>$)", re.MULTILINE)  # 0.788 ± 0.004
     name = re.compile(r"<code>[^<\n]*</code>")
     for path in folder.rglob("*.html"):
         text = tex.sub(mathml, path.read_text())
         text = name.sub(lambda match: match[0].replace("_", "_<wbr>"), text)
-        path.write_text(sentences.sub('<td class="text"', drawing.sub('<pre class="drawing"', text)))
+        text = numbers.sub('<td class="number"', sentences.sub('<td class="text"', text))
+        path.write_text(drawing.sub('<pre class="drawing"', text))
     for path in folder.glob("search.js*"):
         path.write_text(re.sub(r'\\\\[(\[][^"]*?\\\\[)\]]', "", path.read_text()))
     (folder / "404.html").unlink()

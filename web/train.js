@@ -291,6 +291,7 @@ function drawCurves() {
     const point = (x, n) => `${(100 * n) / (longest - 1)},${48 - (46 * (x - low)) / (high - low)}`;
     const line = (kind) => (xs, n) => `<polyline class="${"abc"[n]} ${kind}" points="${xs.map(point).join(" ")}"/>`;
     figure.querySelector("svg").innerHTML = [...series[0].map(line("grey")), ...series[1].map(line(""))].join("");
+    figure.classList.toggle("blank", logs.every((log) => log.length < 2));
     figure.querySelector("figcaption").dataset.high = shown(high);
     figure.querySelectorAll("output").forEach((output, n) => (output.textContent = shown(series[1][n].at(-1))));
   }
@@ -301,6 +302,7 @@ function draw() {
   drawRollout();
   drawCurves();
   const { think, accuracy } = exact(run.prompts, run.policy);
+  $("apart").hidden = true;
   say((summary = `Rollout ${run.log.length - 1}: P(think) ${shown(think)}, accuracy ${shown(accuracy)}`));
   if (twin) {
     const name = control("bug").querySelector(`[value=${run.settings.bug}]`).textContent;
@@ -332,6 +334,7 @@ async function trySeeds() {
   const [think, accuracy] = ["think", "accuracy"].map((key) => range(ends.map((end) => end[key])));
   const most = (key) => ends.filter((end) => end[key] == Math.max(end.think, end.lucky, end.wrong)).length;
   const ways = `${most("think")} think, ${most("lucky")} guess right, ${most("wrong")} guess wrong`;
+  $("apart").hidden = false;
   say((summary = `P(think) ${think}, accuracy ${accuracy}, ${ways}`));
 }
 

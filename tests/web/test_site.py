@@ -57,12 +57,28 @@ def visit(browser):
     assert wrong == []
 
 
+RAW = """() => { // Markdown in the text of a page, without its code
+    const page = document.querySelector(".md-content").cloneNode(true);
+    page.querySelectorAll("pre, code, script, style").forEach((code) => code.remove());
+    return page.textContent.match(/.*(\\]\\(|!\\[|\\*\\*).*/g) ?? []; }"""
+WRAPPED = """() => { // cells whose number is broken into lines
+    const range = document.createRange();
+    const isBroken = ({ firstChild }) => (range.selectNodeContents(firstChild), range.getClientRects().length > 1);
+    const cells = [...document.querySelectorAll("td:not(:has(*)):not(:empty)")];
+    const numbers = cells.filter((cell) => /^[-+\u2212]?[0-9][0-9.,;:%±() +\u2212-]*$/.test(cell.textContent));
+    return numbers.filter(isBroken).map((cell) => cell.textContent); }"""
+
+
 def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
-    page, targets, links = visit("index.html", width=375), set(), {}
+    page, targets, links, pictures = visit("index.html", width=375), set(), {}, set()
     for path in sorted(SITE.rglob("*.html")):
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
         assert page.locator(".arithmatex").count() == 0, f"{path} has TeX"
+        assert "<mi>K</mi>" not in path.read_text(), f"{path} has KL as a product"
+        assert page.evaluate(RAW) == [], f"{path} has Markdown"
+        assert page.evaluate(WRAPPED) == [], f"{path} has numbers of several lines"
+        pictures |= {*page.evaluate("[...document.images].map(image => image.src)")}
         ids = page.evaluate("[...document.querySelectorAll('[id]')].map(element => element.id)")
         targets |= {path.as_uri(), *(f"{path.as_uri()}#{name}" for name in ids)}
         links |= dict.fromkeys(page.evaluate("[...document.links].map(link => link.href)"), path.name)
@@ -71,11 +87,34 @@ def test_every_page_fits_a_phone_and_its_links_lead_somewhere(visit):
         is_page = file.endswith(("compare.html", "train.html"))  # they read the part after #
         target = file if is_page or not anchor else link
         assert not link.startswith("file:") or target in targets, (name, link)
+    docs = ROOT / "docs"
+    assert pictures == {(SITE / path.relative_to(docs)).as_uri() for path in docs.glob("**/*.png")}
+
+
+def test_the_page_of_a_script_leads_to_its_section_its_comparison_and_its_neighbors(visit):
+    for name, expected in {
+        "grpo.py": ["methods.html#grpo", "compare.html#rloo..grpo", "rloo.py.html", "ppo.py.html"],
+        "variants/grpo_lora.py": ["variants.html#lora", "compare.html#grpo..grpo_lora"],
+        "dpo.py": ["stages.html#dpo", "compare.html#grpo..dpo", "reward_model.py.html"],
+    }.items():
+        page = visit(f"{name}.html")
+        links = page.locator("h1 + p a").evaluate_all("all => all.map(link => link.href)")
+        assert {f"{SITE.as_uri()}/{link}" for link in expected} <= {*links}
+        numbers = page.evaluate("[...document.querySelectorAll('.linenos')].map((x) => +x.dataset.linenos)")
+        assert numbers == [*range(1, (ROOT / name).read_text().count("\n") + 1)]
+
+
+def count(name: str, lines: list[str]) -> int:
+    """How many of the lines are code of the method. No line that differs is also elsewhere in the script."""
+    source = PATHS[name].read_text()
+    kinds = zip(source.splitlines(), sync.kinds(source), strict=True)
+    code = {line for line, kind in kinds if kind == ("method", "code") and line.strip()}
+    return sum(line in code for line in lines)
 
 
 @pytest.mark.parametrize(("a", "b"), [("sft", "grpo"), ("grpo", "rloo"), ("grpo_fsdp", "grpo")])
 def test_compare_shows_exactly_the_lines_of_diff(a, b, visit):
-    """And it opens with the docstring folded."""
+    """And it opens with the docstring folded. The table of all pairs counts the code of the methods."""
     command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", PATHS[a], PATHS[b]]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n@@")[2].splitlines()
     gone, new = ([line[1:] for line in lines if line[:1] == sign] for sign in "-+")
@@ -83,7 +122,7 @@ def test_compare_shows_exactly_the_lines_of_diff(a, b, visit):
     assert page.locator("#matrix a").count() == len(scripts) * (len(scripts) - 1)
     if {a, b} <= {*scripts}:
         cell = page.locator(f"#matrix a[href$='#{a}..{b}']")
-        assert int(cell.inner_text()) == len(gone + new)
+        assert int(cell.inner_text()) == count(a, gone) + count(b, new)
         cell.click()
     else:
         page.select_option("#a", a)
@@ -106,8 +145,12 @@ def test_compare_shows_exactly_the_lines_of_diff(a, b, visit):
 def test_the_search_works_from_disk(visit):
     page = visit("index.html")
     page.click(".md-search__button")
-    page.get_by_role("combobox").fill("dynamic sampling")
-    page.get_by_role("option").filter(has_text=re.compile("dynamic sampling", re.IGNORECASE)).first.wait_for()
+    box, options = page.get_by_role("combobox"), page.get_by_role("option")
+    parts = [("dynamic", "dynamic"), (" sampling", "dynamic sampling")]
+    for typed, text in parts:  # the search answers after each
+        box.press_sequentially(typed)
+        options.filter(has_text=re.compile(text, re.IGNORECASE)).first.wait_for()
+    playwright.expect(box).to_have_value("dynamic sampling")
 
 
 def random_rollout(seed: int) -> dict:
@@ -172,6 +215,7 @@ def test_the_numbers_of_the_lessons(visit):
             page.goto(f"{SITE.as_uri()}/train.html{link}")
             page.evaluate("(load(), trySeeds())")
             said = page.inner_text("#said")
+            assert page.is_visible("#apart")
             assert NUMBER.sub("", said) == NUMBER.sub("", answer), link
             expected = [float(x) for x in NUMBER.findall(said)]
             assert [float(x) for x in NUMBER.findall(answer)] == pytest.approx(expected, abs=0.011), link
@@ -185,6 +229,7 @@ def test_learn_links_to_addresses_that_have_a_lesson():
 
 def test_buttons_keys_and_the_links_of_lessons(visit):
     page = visit("../web/train.html")  # it also opens without the site
+    assert page.locator(".blank").count() == 8 and page.is_hidden("#apart")
     page.click("#step")
     assert page.evaluate("run.policy[0] > START[0] && run.policy[1] < START[1]")
     page.focus("#rows")
@@ -200,6 +245,7 @@ def test_buttons_keys_and_the_links_of_lessons(visit):
                 playwright.expect(page.locator(f"[name={name}]")).to_have_value(value)
         text = page.inner_text("#lesson")
         page.evaluate("(both(iterate), draw())")
+        assert page.locator(".blank").count() == 0
         page.reload()
         assert page.inner_text("#lesson") == text
 
