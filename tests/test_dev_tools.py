@@ -404,7 +404,7 @@ def test_make_names_the_python_that_is_too_old(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     old = tmp_path / "old_python"
     old.write_text(f"""#!/bin/sh
-if [ "$1" = -c ]; then exec '{sys.executable}' -c "import sys; sys.version_info = (3, 10, 9); exec(sys.argv[1])" "$2"; fi
+if [ "$1" = -c ]; then exec '{sys.executable}' -c "import sys; sys.version_info = (3, 10); exec(sys.argv[1])" "$2"; fi
 mkdir -p .venv/bin
 ln -sf /bin/true .venv/bin/python
 """)
