@@ -17,10 +17,9 @@ k = samples_per_prompt responses with the scores r_1 ... r_k.
     N_seq  responses of an optimizer step, on all ranks    pi_ref    the frozen --model
     beta   kl_coef                                         eps       clip_eps
 
-k3_t estimates KL(pi_theta || pi_ref) from one sampled token and is never negative. (On policy, its gradient
-is on average that of KL(pi_ref || pi_theta).) 1/T_i gives the tokens of short responses more weight, and
-1/std gives prompts with nearly equal scores more weight; rloo.py does neither. Not implemented: process
-rewards (4.1.3), iterative GRPO (4.1.4).
+k3_t estimates KL(pi_theta || pi_ref) from one token and is never negative, but its gradient is, on policy,
+that of KL(pi_ref || pi_theta). 1/T_i favors the tokens of short responses, and 1/std favors prompts with
+nearly equal scores. rloo.py does neither. Not implemented: process rewards (4.1.3), iterative GRPO (4.1.4).
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.98), or a real model:
 
     python grpo.py
@@ -172,8 +171,7 @@ def main(args):
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    eval_name = args.eval_dataset if args.eval_every else None
-    eval_dataset = load_rows(args, eval_name, "test", policy, tokenizer)
+    eval_dataset = load_rows(args, args.eval_dataset if args.eval_every else None, "test", policy, tokenizer)
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr

@@ -157,8 +157,7 @@ def main(args):
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    eval_name = args.eval_dataset if args.eval_every else None
-    eval_dataset = load_rows(args, eval_name, "test", policy, tokenizer)
+    eval_dataset = load_rows(args, args.eval_dataset if args.eval_every else None, "test", policy, tokenizer)
     # The teacher takes the place of the reference.
     reference, its_tokenizer = load_model(args, args.teacher, transformers.AutoModelForCausalLM)
     check(its_tokenizer.get_vocab() == tokenizer.get_vocab(), "--teacher: use one with the tokens of --model")

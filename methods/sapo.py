@@ -166,8 +166,7 @@ def main(args):
     k = args.samples_per_prompt
     num_prompts = args.batch_size // k  # of a rollout, over all ranks
     dataset = load_rows(args, args.dataset, "train", policy, tokenizer, num_prompts)
-    eval_name = args.eval_dataset if args.eval_every else None
-    eval_dataset = load_rows(args, eval_name, "test", policy, tokenizer)
+    eval_dataset = load_rows(args, args.eval_dataset if args.eval_every else None, "test", policy, tokenizer)
     reward = load_reward(args, args.reward, dataset)
     eval_reward = load_reward(args, args.eval_reward, eval_dataset) if args.eval_reward else reward
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)  # `update` sets the lr
