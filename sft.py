@@ -138,7 +138,7 @@ def main(args):
         # 4. Save the model, a folder that from_pretrained opens, and a checkpoint, from which a run resumes
         if is_last or (args.save_every and iteration % args.save_every == 0):
             save_models(args, run_dir, iteration, policy, tokenizer)
-            save_checkpoint(run_dir, iteration, state)  # last, so that a run resumes before models it lacks
+            save_checkpoint(run_dir, iteration, state)  # last: after a kill, both are saved again
 
     say_result(run_dir, "loss", f"--num_epochs {2 * args.num_epochs}")
     if dist.is_initialized():

@@ -279,7 +279,7 @@ def test_a_planted_bug_is_noticed(bug, load, tmp_path, monkeypatch):
 
 
 def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
-    """The micro-batches are small. With the planted bug, each rank has a threshold of its own."""
+    """The micro-batches are small. With the planted bug, each rank has its own threshold."""
     names = [load("rloo", "top_entropy_tokens", "entropy_bonus").__name__, "grpo_correction"]
     names.append(load("grpo", "mask_truncated", "sampler_kl", "chunked_head", "log_rollouts").__name__)
     monkeypatch.setitem(SOURCES, OF_TWO_RANKS.script, OF_TWO_RANKS.plant(SOURCES[OF_TWO_RANKS.script]))
@@ -287,7 +287,7 @@ def test_two_ranks_have_the_gradients_of_one(load, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = {"num_iterations": 1, "batch_size": 16, "max_response_length": 12, "eval_every": 0}
     flags |= {"log_every": 1, "reward": f"{ROOT}/tests/driver.py:reward"}
-    # Each rank draws minibatches of its own, so these scripts make a single step.
+    # Each rank draws its own minibatches, so these scripts make a single step.
     own = {name: {"num_minibatches": 1} for name in names if name.startswith("grpo")}
     results = []
     for ranks in (1, 2):

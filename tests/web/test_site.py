@@ -287,3 +287,22 @@ def test_the_critic_blames_what_the_lesson_says(visit):
     page.evaluate("load()")
     numbers |= {round(push, 2) for _, push in page.evaluate(PUSHES)}
     assert {float(x) for x in re.findall(r"-?0\.\d+", answer)} == numbers
+
+
+CONTRASTS = """() => [...document.querySelectorAll("#rows i")].map((token) => {
+    const { color, backgroundColor } = getComputedStyle(token);
+    const [high, low] = [color, backgroundColor].map((text) => {
+        const parts = text.match(/[\\d.]+/g).slice(0, 3).map((x) => (text.startsWith("color") ? Number(x) : x / 255));
+        const [r, g, b] = parts.map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    }).sort((a, b) => b - a);
+    return high / low; })"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tokens_can_be_read_on_their_colors(scheme, visit):
+    """The contrast that WCAG asks for, 4.5."""
+    for address in ("train.html", "../web/train.html"):
+        page = visit(address)
+        page.emulate_media(color_scheme=scheme)
+        assert min(page.evaluate(CONTRASTS)) > 4.5
