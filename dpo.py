@@ -116,8 +116,6 @@ def main(args):
     ref_logprobs = all_logprobs(args, reference, dataset)  # (2, pairs), of chosen and rejected responses
     eval_ref_logprobs = all_logprobs(args, reference, eval_dataset)
     del reference  # one model stays in memory
-    if start >= num_iterations:  # complete, but a kill may have come between checkpoint and model
-        save_model(f"{run_dir}/model", policy, tokenizer)
     if eval_dataset and start == 0:
         log(args, run_dir, 0, evaluate(args, policy, eval_dataset, eval_ref_logprobs))
         log_samples(args, run_dir, 0, policy, tokenizer, eval_dataset)
@@ -144,7 +142,7 @@ def main(args):
 
         # 4. Save the model, a folder that from_pretrained opens, and a checkpoint, from which a run resumes
         if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_models(args, run_dir, iteration, policy, tokenizer)
+            save_model(args, run_dir, iteration, policy, tokenizer)
             save_checkpoint(run_dir, iteration, state)  # last: after a kill, both are saved again
 
     say_result(run_dir, "accuracy", f"--num_epochs {2 * args.num_epochs}")
@@ -312,20 +310,15 @@ def show(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message, on one rank, and exit with code 2."""
+    """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        is_later = RANK > 0
-        if dist.is_initialized():  # the first rank that fails speaks
-            store = dist.distributed_c10d._get_default_store()  # PyTorch has no public name for it
-            is_later = store.add("error", 1) > 1
-        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
+        time.sleep(min(RANK, 5))  # meanwhile torchrun stops this rank, if an earlier one has failed
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
-    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
     is_usable = args.device == "cpu" or torch.accelerator.is_available()
     remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
@@ -370,8 +363,8 @@ def load_model(args, name, auto_class):
     is_judge = auto_class is transformers.AutoModelForSequenceClassification
     flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
-    remedy = "is an adapter. Merge it into its model, and save that."
-    check(not Path(name, "adapter_config.json").exists(), f"{flag} {remedy}")
+    is_adapter = Path(name, "adapter_config.json").exists()
+    check(not is_adapter, f"{flag} is an adapter. Merge it into its model, and save that.")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -379,21 +372,16 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
-        if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
+        place = f"neither loaded from a folder in {os.getcwd()} nor from the Hugging Face Hub"
+        hint = "A reward is exact_answer, file.py:function or a reward model. " if is_judge else ""
         reason = " ".join(str(error).split()).partition(". ")[0]
-        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
-    check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub
+        check(False, f"{flag}: {place} ({reason:.150}). {hint}Of a run, name its folder model/.")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
-    remedy = "is a language model without a score head. Train one with reward_model.py."
-    check(lacking != "score.weight", f"{flag} {remedy}")
-    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    hint = "Train a reward model with reward_model.py." if is_judge else "Save the whole model."
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. {hint}")
     check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
-    check_tokens(flag, model, tokenizer, [tokenizer.eos_token_id])
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
@@ -446,14 +434,8 @@ def completion_ids(tokenizer, prompt, completion):
 def template_options(args, row):
     """Return what the chat template of a row gets besides the messages."""
     options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
-    return without_nulls(options | (row.get("chat_template_kwargs") or {}))
-
-
-def without_nulls(x):
-    """Return x without the None with which parquet fills the fields that a row does not have."""
-    if isinstance(x, dict):
-        return {name: without_nulls(value) for name, value in x.items() if value is not None}
-    return [without_nulls(value) for value in x] if isinstance(x, list) else x
+    own = row.get("chat_template_kwargs") or {}  # parquet fills in None
+    return options | {name: value for name, value in own.items() if value is not None}
 
 
 def without_opening(tokenizer, prompt_ids, response):
@@ -480,11 +462,9 @@ def read_rows(flag, name, split):
         try:
             return list(datasets.load_dataset(name, configuration or None, **options))
         except (OSError, ValueError) as error:
-            reason = "convert it to .jsonl" if Path(name).is_file() else error
-            problem = f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason})."
-            check(False, f"{problem} Name its configuration and its split as in openai/gsm8k:main:train.")
-    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
-    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+            remedy = "Give a .jsonl file, a folder, or a dataset of the Hub such as openai/gsm8k:main:train."
+            check(False, f"{flag}: not loaded ({error}). {remedy}")
+    check(Path(name).exists(), f"{flag}: no such file in {os.getcwd()}.")
     rows = []
     for number, line in enumerate(open(name, "rb"), 1):
         try:
@@ -502,8 +482,8 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
         where = f"{flag}, row {number}"
         needs = f"{where}: needs `chosen` and `rejected`, responses to one `prompt`. The row is {row!s:.100}"
         check(isinstance(row, dict), needs)
-        prompt, chosen = split_chat(args, where, tokenizer, row.get("prompt"), row.get("chosen"))
-        other_prompt, rejected = split_chat(args, where, tokenizer, row.get("prompt"), row.get("rejected"))
+        prompt, chosen = split_chat(where, tokenizer, row.get("prompt"), row.get("chosen"))
+        other_prompt, rejected = split_chat(where, tokenizer, row.get("prompt"), row.get("rejected"))
         is_pair = prompt == other_prompt and isinstance(chosen, str) and isinstance(rejected, str)
         check(is_pair and isinstance(prompt, str | list) and prompt, needs)
         options = template_options(args, row)
@@ -519,61 +499,38 @@ def load_rows(args, name, split, model, tokenizer, min_rows=1):
     say(f"  {'pairs' if split == 'train' else 'held out':12}{name}: {fit}")
     remedy = "Add pairs, or use a lower --batch_size or a higher --max_length."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
-    check_tokens(flag, model, tokenizer, [max(*row["chosen_ids"], *row["rejected_ids"]) for row in kept])
     what = f"--max_length {args.max_length}: in the longest text"
     check_positions(what, model, max(row["length"] for row in kept))
     return kept
 
 
-def split_chat(args, where, tokenizer, prompt, response):
+def split_chat(where, tokenizer, prompt, response):
     """Return a prompt and a response, a string. A chat as response follows the prompt, or contains it."""
-    if isinstance(prompt, list):
-        check_prompt(args, where, tokenizer, prompt)
     if isinstance(response, list) and response:
-        check_prompt(args, where, tokenizer, response)
-        roles = [message["role"] for message in response]
-        check(roles[-1] == "assistant", f"{where}: the last message must be the assistant's, not of {roles}.")
-        check(roles[-2:-1] != ["assistant"], f"{where}: ends with two messages of the assistant. Join them.")
-        if roles[0] == "assistant":
+        check_chat(where, tokenizer, response)
+        if response[0]["role"] == "assistant":
             check(isinstance(prompt, list), f"{where}: has a chat without a prompt. Give `prompt` as a chat.")
             response = [*prompt, *response]
-        elif isinstance(prompt, list):
-            is_same = response[: len(prompt)] == prompt
-            check(
-                is_same,
-                f"{where}: the chat does not begin with the messages of `prompt`. Remove one of them.",
-            )
         *prompt, answer = response
+        check(answer["role"] == "assistant", f"{where}: the last message must be the assistant's.")
         others = [name for name, value in answer.items() if value and name not in ("role", "content")]
         check(not others, f"{where}: {others} of the last message would be ignored. Use `content` alone.")
-        response = answer["content"]
+        response = answer.get("content")
+    elif isinstance(prompt, list):
+        check_chat(where, tokenizer, prompt)
     return prompt, response
 
 
-def check_prompt(args, where, tokenizer, prompt):
-    """Refuse a chat that the template cannot write."""
-    if isinstance(prompt, str):
-        return
-    for x in prompt:
-        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
-        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
-    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
-
-
-def check_tokens(what, model, tokenizer, ids):
-    """Refuse token ids that the model has no embedding for."""
-    size = model.get_input_embeddings().num_embeddings
-    excess = f"token {max(ids)} ({tokenizer.decode(max(ids))}) is beyond the {size} embeddings of the model"
-    check(max(ids) < size, f"{what}: {excess}. Use the model's own tokenizer, or resize its embeddings.")
+def check_chat(where, tokenizer, prompt):
+    """Refuse a chat if the tokenizer has no template for it."""
+    remedy = "Use an Instruct model, its template (docs/stages.md), or strings as prompts."
+    is_writable = isinstance(prompt, str) or tokenizer.chat_template
+    check(is_writable, f"{where}: is a chat, but the tokenizer has no chat template. {remedy}")
 
 
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # a longer text would change all positions of its batch
-        limit = rope["original_max_position_embeddings"]
     excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
     check(num_tokens <= limit, f"{what} there are {excess}")
 
@@ -585,8 +542,6 @@ def open_run(args, state, dataset):
     flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
     for row in dataset:
         flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
-    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
-    flags["model_checksum"] = weights_checksum(model)  # of --model, because no checkpoint is loaded yet
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -594,25 +549,24 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    checksum = zlib.crc32(repr((flags, start, weights_checksum(model))).encode())
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
         open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
         try:
             open_run.lock.acquire(blocking=False)  # makes the folder
-        except (filelock.Timeout, OSError) as error:
-            reason = "another process is training in it" if isinstance(error, filelock.Timeout) else error
-            check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
         script = run_dir / f"{name}.py"
-        has_changed = script.exists() and script.read_bytes() != Path(__file__).read_bytes()
-        if has_changed and start:
-            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
-            script = run_dir / f"{name}-{start}.py"
-        if has_changed or not script.exists():
+        if not start:
             shutil.copy(__file__, script)
+        elif script.read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
         for log_name in ("metrics", "samples"):
             with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
@@ -636,28 +590,24 @@ def check_folder(run_dir, flags):
         found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
         check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
         return
-    try:
-        old = json.loads(path.read_text())
-    except ValueError:
-        old = None
-    is_run = isinstance(old, dict) and "script" in old
-    check(is_run, f"--run_dir {run_dir}: its args.json is damaged, or not of a run. Use a new folder.")
+    old = json.loads(path.read_text())
+    is_ours = old.get("script") == flags["script"]
+    check(is_ours, f"--run_dir {run_dir} is not a run of {flags['script']}.py. Use a new folder.")
     has_trained = metrics.exists() and '"iteration": 1,' in metrics.read_text()
     if not has_trained and not Path(f"{run_dir}/checkpoint.pt").exists():
         return  # any flag may change
-    has_script = flags["script"] == old["script"]
-    check(has_script, f"--run_dir {run_dir} contains a run of {old['script']}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum", "model_checksum"}
-    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
-    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
-    others = ", ".join(text for name, text in changed.items() if name not in free)
-    remedy = "Use the same flags to resume it, or a new folder."
-    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
-    for name, text in changed.items():
-        is_rate = name in lengths and flags["anneal_lr"]
-        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum"}
+    for name in old | flags:
+        before, now = old.get(name), flags.get(name)
+        if before != now:
+            change = f"{name} {before} (now {now})"
+            remedy = "Use the same flags to resume it, or a new folder."
+            check(name in free, f"--run_dir {run_dir} contains a run with {change}. {remedy}")
+            is_rate = name in lengths and flags["anneal_lr"]
+            jump = "; the learning rate jumps to its new decay" if is_rate else ""
+            say(f"  changed     {change}{jump}")
 
 
 @contextmanager
@@ -670,23 +620,18 @@ def replacing(path):
     os.replace(f"{path}.tmp", path)
 
 
-def save_models(args, run_dir, iteration, policy, tokenizer):
-    """Save the policy as model/, and with --keep_models also under a name that no later save takes."""
-    save_model(f"{run_dir}/model", policy, tokenizer)
-    if args.keep_models:
-        save_model(f"{run_dir}/model-{iteration}", policy, tokenizer)
-
-
-def save_model(folder, policy, tokenizer):
-    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+def save_model(args, run_dir, iteration, policy, tokenizer):
+    """On rank 0, save the policy as model/, and with --keep_models also as model-<iteration>/."""
     if RANK == 0:
-        policy.save_pretrained(f"{folder}.tmp")
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
-        if os.path.exists(folder):
-            os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
-        os.replace(f"{folder}.tmp", folder)
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        names = ["model", f"model-{iteration}"] if args.keep_models else ["model"]
+        for folder in [f"{run_dir}/{name}" for name in names]:
+            policy.save_pretrained(f"{folder}.tmp")
+            tokenizer.save_pretrained(f"{folder}.tmp")
+            shutil.rmtree(f"{folder}.old", ignore_errors=True)
+            if os.path.exists(folder):
+                os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
+            os.replace(f"{folder}.tmp", folder)
+            shutil.rmtree(f"{folder}.old", ignore_errors=True)
 
 
 def save_checkpoint(run_dir, iteration, state):

@@ -207,7 +207,7 @@ def main(args):
 
         # 7. Save the model, a folder that from_pretrained opens, and a checkpoint, from which a run resumes
         if is_last or (args.save_every and iteration % args.save_every == 0):
-            save_models(args, run_dir, iteration, policy, tokenizer)
+            save_model(args, run_dir, iteration, policy, tokenizer)
             save_checkpoint(run_dir, iteration, state)  # last: after a kill, both are saved again
 
     say_result(run_dir, "score", longer=f"--num_iterations {2 * max(start, args.num_iterations)}")
@@ -492,20 +492,15 @@ def show(text):
 
 
 def check(condition, message):
-    """If the condition is false, print the message, on one rank, and exit with code 2."""
+    """If the condition is false, print the message and exit with code 2."""
     if not condition:
-        is_later = RANK > 0
-        if dist.is_initialized():  # the first rank that fails speaks
-            store = dist.distributed_c10d._get_default_store()  # PyTorch has no public name for it
-            is_later = store.add("error", 1) > 1
-        time.sleep(20 * is_later)  # meanwhile torchrun stops this rank, because the other one has ended
+        time.sleep(min(RANK, 5))  # meanwhile torchrun stops this rank, if an earlier one has failed
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def start_ranks(args):
     """Choose the device of this rank, and connect the ranks if there are several."""
-    check(0 <= RANK < WORLD_SIZE, f"RANK={RANK} does not fit WORLD_SIZE={WORLD_SIZE}. Let torchrun set both.")
     is_usable = args.device == "cpu" or torch.accelerator.is_available()
     remedy = "Install the build for your GPU (cuda, mps) and its driver, or use --device cpu."
     check(is_usable, f"--device {args.device}: this PyTorch ({torch.__version__}) cannot use it. {remedy}")
@@ -534,23 +529,20 @@ def check_args(args):
     least = args.min_samples_per_prompt
     reason = ", because it compares the responses to one prompt; reinforce.py does not" if least > 1 else ""
     check(k >= least, f"--samples_per_prompt {k}: this method needs {least} or more{reason}.")
-    names = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
-    for name in [*names, "temperature", "max_grad_norm", "reward_clip"]:
-        hint = " (Evaluation is greedy by default.)" if name == "temperature" else ""
-        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: must be above 0.{hint}")
+    positive = ["batch_size", "num_minibatches", "update_epochs", "micro_batch_size", "max_response_length"]
+    positive += ["temperature", "max_grad_norm", "reward_clip"]
     for name, value in vars(args).items():
-        is_free = not isinstance(value, int | float) or any(x in name for x in ("score", "reward", "penalty"))
-        check(is_free or value >= 0, f"--{name} {value}: must be 0 or more.")
+        if name in positive:
+            check(value > 0, f"--{name} {value}: must be above 0.")
+        elif isinstance(value, int | float) and "reward" not in name and "score" not in name:
+            check(value >= 0, f"--{name} {value}: must be 0 or more.")
     unit = WORLD_SIZE * math.lcm(k, args.num_minibatches)  # ranks, groups and minibatches divide it
     size = args.batch_size
     parts = f"samples per prompt: {k}, minibatches: {args.num_minibatches}, ranks: {WORLD_SIZE}"
     remedy = f"Use a multiple of {unit}, such as {-(-size // unit) * unit}."
     check(size % unit == 0, f"--batch_size {size}: cannot be divided evenly ({parts}). {remedy}")
-    check(args.dataset, "--dataset is empty. Name a .jsonl file, a folder or a Hub dataset.")
     if args.dataset == Args.dataset:  # the toy has held-out prompts
         args.eval_dataset = args.eval_dataset or f"{Path(args.dataset).parent}/heldout.jsonl"
-    if (args.eval_samples or args.eval_reward) and not args.eval_dataset:
-        say("warning: --eval_samples and --eval_reward do nothing without --eval_dataset")
     for name, value in (args.chat_template_kwargs or {}).items():
         check(value not in ("true", "false"), f"--chat_template_kwargs {name} {value}: write True or False.")
     for name, value in vars(args).items():
@@ -566,8 +558,8 @@ def load_model(args, name, auto_class):
     is_judge = auto_class is transformers.AutoModelForSequenceClassification
     flags = [flag for flag, value in vars(args).items() if value == name] or ["model"]
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
-    remedy = "is an adapter. Merge it into its model, and save that."
-    check(not Path(name, "adapter_config.json").exists(), f"{flag} {remedy}")
+    is_adapter = Path(name, "adapter_config.json").exists()
+    check(not is_adapter, f"{flag} is an adapter. Merge it into its model, and save that.")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -575,21 +567,16 @@ def load_model(args, name, auto_class):
             name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        place = f"no such folder in {os.getcwd()}, and not loaded from the Hugging Face Hub"
-        hint = "Start scripts from the top folder of the repository. Of a run, name its folder model/."
-        if is_judge:
-            hint = "Use exact_answer, file.py:function, or a reward model. Of a run, name its folder model/."
+        place = f"neither loaded from a folder in {os.getcwd()} nor from the Hugging Face Hub"
+        hint = "A reward is exact_answer, file.py:function or a reward model. " if is_judge else ""
         reason = " ".join(str(error).split()).partition(". ")[0]
-        check(False, f"{flag}: {'not loaded' if Path(name).exists() else place} ({reason:.150}). {hint}")
-    check(not hasattr(model, "peft_config"), f"{flag} {remedy}")  # an adapter of the Hub
+        check(False, f"{flag}: {place} ({reason:.150}). {hint}Of a run, name its folder model/.")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
-    remedy = "is a language model without a score head. Train one with reward_model.py."
-    check(lacking != "score.weight", f"{flag} {remedy}")
-    check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
+    hint = "Train a reward model with reward_model.py." if is_judge else "Save the whole model."
+    check(not lacking, f"{flag}: its files lack {lacking:.200}. {hint}")
     check("score.weight" not in info["unexpected_keys"], f"{flag} is a reward model. Use it as --reward.")
     check(tokenizer.eos_token, f"{flag}: its tokenizer has no EOS token. Set one, and save the tokenizer.")
-    check_tokens(flag, model, tokenizer, [tokenizer.eos_token_id])
     if args.gradient_checkpointing:
         # transformers' own checkpointing works in train mode only, which would switch dropout on.
         for layer in model.modules():
@@ -624,17 +611,13 @@ def checkpointed(forward, *args, **kwargs):
 @torch.no_grad()
 def check_sampling(args, flag, model):
     """Refuse a model that gives a token other log-probs in sampling, with padding and a cache, than alone."""
-    texts = [[0, 1, 2, 3, 4, 5], [0, 1, 2]]
-    input_ids, attention_mask = left_pad(texts, model.device)
+    ids, mask = left_pad([[0, 1, 2, 3, 4, 5], [0, 1, 2]], model.device)
     cache = Cache(config=model.config)
-    swap = torch.tensor([1, 0], device=model.device)
     with autocast(args):
-        inputs = model_inputs(input_ids[:, :-1], attention_mask[:, :-1])
-        model(**inputs, past_key_values=cache, use_cache=True)
-        cache.reorder_cache(swap)
-        inputs = model_inputs(input_ids[swap, -1:], attention_mask[swap])
-        sampled = model(**inputs, past_key_values=cache, use_cache=True).logits[0, -1]
-        alone = model(torch.tensor(texts[1:], device=model.device), use_cache=False).logits[0, -1]
+        model(**model_inputs(ids[:, :-1], mask[:, :-1]), past_key_values=cache, use_cache=True)
+        inputs = model_inputs(ids[:, -1:], mask)
+        sampled = model(**inputs, past_key_values=cache, use_cache=True).logits[1, -1]
+        alone = model(ids[1:, 3:], use_cache=False).logits[0, -1]
     difference = (log_distribution(sampled, 1.0) - log_distribution(alone, 1.0)).abs().mean()
     limit = 0.05 if args.dtype == "float32" else 0.1
     reason = f"sampling and training differ by {difference:.2g} nats a token (limit {limit} in {args.dtype})"
@@ -658,14 +641,8 @@ def token_ids(tokenizer, prompt, **options):
 def template_options(args, row):
     """Return what the chat template of a row gets besides the messages."""
     options = {"tools": row.get("tools")} | (args.chat_template_kwargs or {})
-    return without_nulls(options | (row.get("chat_template_kwargs") or {}))
-
-
-def without_nulls(x):
-    """Return x without the None with which parquet fills the fields that a row does not have."""
-    if isinstance(x, dict):
-        return {name: without_nulls(value) for name, value in x.items() if value is not None}
-    return [without_nulls(value) for value in x] if isinstance(x, list) else x
+    own = row.get("chat_template_kwargs") or {}  # parquet fills in None
+    return options | {name: value for name, value in own.items() if value is not None}
 
 
 def turn_end(tokenizer):
@@ -685,11 +662,9 @@ def read_rows(flag, name, split):
         try:
             return list(datasets.load_dataset(name, configuration or None, **options))
         except (OSError, ValueError) as error:
-            reason = "convert it to .jsonl" if Path(name).is_file() else error
-            problem = f"{flag}: not loaded from a folder in {os.getcwd()} or from the Hub ({reason})."
-            check(False, f"{problem} Name its configuration and its split as in openai/gsm8k:main:train.")
-    remedy = "Give a .jsonl file, a folder, or a Hub dataset."
-    check(Path(name).exists(), f"{flag}: no such file (in {os.getcwd()}). {remedy}")
+            remedy = "Give a .jsonl file, a folder, or a dataset of the Hub such as openai/gsm8k:main:train."
+            check(False, f"{flag}: not loaded ({error}). {remedy}")
+    check(Path(name).exists(), f"{flag}: no such file in {os.getcwd()}.")
     rows = []
     for number, line in enumerate(open(name, "rb"), 1):
         try:
@@ -709,51 +684,31 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
         where = f"{flag}, row {number}"
         has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str | list) and row["prompt"]
         check(has_prompt, f'{where}: has no column "prompt", or an empty one. The row is {row!s:.100}')
-        check_prompt(args, where, tokenizer, row["prompt"])
-        taken = {*row} & {"prompts", "completions", "truncated", "prompt_ids"}
-        check(not taken, f"{where}: rename the columns {taken}, because a reward gets lists of these names.")
+        check_chat(where, tokenizer, row["prompt"])
         row["prompt_ids"] = token_ids(tokenizer, row["prompt"], **template_options(args, row))
     names = dict.fromkeys(sorted(set().union(*rows)))
     rows = [names | row for row in rows]  # so that each rollout has all columns
-    lengths = [len(row["prompt_ids"]) for row in rows]
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
     say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
-    remedy = "Raise --max_prompt_length." if rows else "Add rows."
-    check(kept, f"{flag}: {fit} (the shortest has {min(lengths, default=0):,}). {remedy}")
-    remedy = f"Add prompts, or use --batch_size {len(kept) * args.samples_per_prompt}."
-    check(len(kept) >= min_rows, f"{flag}: {fit}, but a rollout needs {min_rows}. {remedy}")
-    check_tokens(flag, policy, tokenizer, [max(row["prompt_ids"]) for row in kept])
+    remedy = "Add prompts, raise --max_prompt_length, or lower --batch_size."
+    check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
     longest = max(len(row["prompt_ids"]) for row in kept)
     what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
     check_positions(what, policy, longest + args.max_response_length)
     return kept
 
 
-def check_prompt(args, where, tokenizer, prompt):
-    """Refuse a chat that the template cannot write."""
-    if isinstance(prompt, str):
-        return
-    for x in prompt:
-        is_message = isinstance(x, dict) and "role" in x and isinstance(x.get("content"), str)
-        check(is_message, f'{where}: every chat message needs a "role" and a "content" string.')
-    remedy = "no chat template. Use an Instruct model, its template (docs/stages.md), or strings as prompts."
-    check(tokenizer.chat_template, f"{where}: is a chat, but {args.model} has {remedy}")
-
-
-def check_tokens(what, model, tokenizer, ids):
-    """Refuse token ids that the model has no embedding for."""
-    size = model.get_input_embeddings().num_embeddings
-    excess = f"token {max(ids)} ({tokenizer.decode(max(ids))}) is beyond the {size} embeddings of the model"
-    check(max(ids) < size, f"{what}: {excess}. Use the model's own tokenizer, or resize its embeddings.")
+def check_chat(where, tokenizer, prompt):
+    """Refuse a chat if the tokenizer has no template for it."""
+    remedy = "Use an Instruct model, its template (docs/stages.md), or strings as prompts."
+    is_writable = isinstance(prompt, str) or tokenizer.chat_template
+    check(is_writable, f"{where}: is a chat, but the tokenizer has no chat template. {remedy}")
 
 
 def check_positions(what, model, num_tokens):
     """Refuse a text of more tokens than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", math.inf)
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # a longer text would change all positions of its batch
-        limit = rope["original_max_position_embeddings"]
     excess = f"{num_tokens:,} tokens, but the model has {limit:,} positions. Use {num_tokens - limit} fewer."
     check(num_tokens <= limit, f"{what} there are {excess}")
 
@@ -766,11 +721,8 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer=(None,), **columns):
+def exact_answer(completions, answer, **columns):
     """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
-    for right in answer:
-        reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
-        check(isinstance(right, str | int), f'--reward exact_answer needs a column "answer", {reason}')
     texts = [text.rpartition("answer")[2].strip() for text in completions]
     return [float(text == str(right).strip()) for text, right in zip(texts, answer)]
 
@@ -779,7 +731,9 @@ def load_reward(args, name, rows=()):
     """Return a function of the lists prompts, completions, truncated and other columns of rows, to scores."""
     say(f"  reward      {name}")
     if name == "exact_answer":
-        exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
+        for row in rows:
+            has_answer = isinstance(row.get("answer"), str | int)
+            check(has_answer, f'--reward {name} needs a column "answer" of strings. A row is {row!s:.100}')
         return exact_answer
     if ".py:" in name:
         return load_function(name)
@@ -790,11 +744,10 @@ def load_reward(args, name, rows=()):
 
     def text_ids(prompt, completion, is_truncated, row):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
-        is_text = isinstance(prompt, str)
-        check(is_text or tokenizer.chat_template, f"--reward {name}: has no template for these chats.")
+        check_chat(f"--reward {name}: a prompt", tokenizer, prompt)
         ids = token_ids(tokenizer, prompt, **template_options(args, row))
         ids += tokenizer(completion, add_special_tokens=False)["input_ids"]
-        end = [tokenizer.eos_token_id] if is_text else turn_end(tokenizer)
+        end = [tokenizer.eos_token_id] if isinstance(prompt, str) else turn_end(tokenizer)
         return ids if is_truncated or ids[-len(end) :] == end else ids + end
 
     @torch.no_grad()
@@ -819,7 +772,6 @@ def load_function(name):
     file, _, function = name.rpartition(":")
     path = Path(file).resolve()
     check(path.exists(), f"--reward {name}: no file {file} in {os.getcwd()}.")
-    folder = os.getcwd()
     sys.path.append(str(path.parent))  # for its neighbors
     module = sys.modules.get(path.stem)
     if getattr(module, "__file__", None) != str(path):  # not yet loaded, or another module has this name
@@ -827,10 +779,7 @@ def load_function(name):
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(path.stem, module)
         spec.loader.exec_module(module)
-    names = [x for x, value in vars(module).items() if callable(value)]
-    found = f"the file defines no function {function}, but {', '.join(names)}."
-    check(function in names, f"--reward {name}: {found}")
-    check(os.getcwd() == folder, f"--reward {name}: the file changes the working directory. Use full paths.")
+    check(hasattr(module, function), f"--reward {name}: the file has no function {function}.")
     return getattr(module, function)
 
 
@@ -846,22 +795,15 @@ def score(reward, tokenizer, rows, rollout):
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = tokenizer.batch_decode(response_ids(rollout), skip_special_tokens=True)
     columns["truncated"] = rollout["truncated"].tolist()
-    try:
-        with torch.random.fork_rng(devices=[]):  # `update` draws the same numbers, whatever the reward draws
-            result = reward(**columns)
-    except TypeError as error:
-        error.add_note("A reward is called with prompts, completions (strings), truncated and all columns.")
-        raise
-    what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
-    remedy = f"Return one number for each of the {len(rows)} completions."
+    with torch.random.fork_rng(devices=[]):  # `update` draws the same numbers, whatever the reward draws
+        result = reward(**columns)
     try:
         scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        check(False, f"{what} {result!r:.100}. {remedy}")
-    is_right = scores.shape == rollout["truncated"].shape
-    check(is_right, f"{what} scores of shape {[*scores.shape]} for {len(rows)} completions. {remedy}")
-    first = scores.isfinite().int().argmin()
-    check(scores.isfinite().all(), f"{what} {scores[first]} for completion {first}. {remedy}")
+        is_right = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
+    except (TypeError, ValueError, RuntimeError):
+        is_right = False  # no tensor can be made of it
+    remedy = f"Return one finite number for each of the {len(rows)} completions."
+    check(is_right, f"--reward (or --eval_reward) returned {result!r:.100}. {remedy}")
     return scores
 
 
@@ -902,8 +844,6 @@ def open_run(args, state, dataset):
     flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
     for row in dataset:
         flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
-    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
-    flags["model_checksum"] = weights_checksum(model)  # of --model, because no checkpoint is loaded yet
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -911,25 +851,24 @@ def open_run(args, state, dataset):
         for part in state:
             state[part].load_state_dict(checkpoint[part])
         start = checkpoint["iteration"]
-    checksum = zlib.crc32(repr((flags, start, weights_checksum(model))).encode())
+    model = next(iter(state.values()))  # the policy, or what reward_model.py trains
+    weights = [weight.sum().item() for weight in model.parameters()]
+    checksum = zlib.crc32(repr((flags, start, weights)).encode())
     is_same = total(torch.tensor(checksum, device=args.device)) == checksum * WORLD_SIZE
     check(is_same, "the ranks differ in flags, rows, checkpoint or weights. Start all with the same.")
     if RANK == 0:
         open_run.lock = filelock.FileLock(f"{run_dir}/lock")  # an attribute, so that it lasts until the end
         try:
             open_run.lock.acquire(blocking=False)  # makes the folder
-        except (filelock.Timeout, OSError) as error:
-            reason = "another process is training in it" if isinstance(error, filelock.Timeout) else error
-            check(False, f"--run_dir {run_dir}: {reason}. Wait, or use a new folder.")
+        except filelock.Timeout:
+            check(False, f"--run_dir {run_dir}: another process is training in it. Use a new folder.")
         with replacing(f"{run_dir}/args.json") as file:
             file.write(json.dumps(flags).encode())
         script = run_dir / f"{name}.py"
-        has_changed = script.exists() and script.read_bytes() != Path(__file__).read_bytes()
-        if has_changed and start:
-            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
-            script = run_dir / f"{name}-{start}.py"
-        if has_changed or not script.exists():
+        if not start:
             shutil.copy(__file__, script)
+        elif script.read_bytes() != Path(__file__).read_bytes():
+            say(f"warning: {__file__} has changed since this run began; {script} is what it was")
         for log_name in ("metrics", "samples"):
             with open(f"{run_dir}/{log_name}.jsonl", "ab+") as file:
                 file.seek(0)
@@ -941,11 +880,6 @@ def open_run(args, state, dataset):
     return run_dir, start
 
 
-def weights_checksum(model):
-    """Return a number that very probably differs for other weights."""
-    return zlib.crc32(repr([weight.sum().item() for weight in model.parameters()]).encode())
-
-
 def check_folder(run_dir, flags):
     """Refuse a folder that is no run, or a run of other flags. Print the flags that may change and did."""
     path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
@@ -953,28 +887,24 @@ def check_folder(run_dir, flags):
         found = {x.name for x in run_dir.glob("*")} - {"lock", "args.json.tmp"}  # which a kill can leave
         check(not found, f"--run_dir {run_dir}: the folder is not empty and is not a run. Use a new folder.")
         return
-    try:
-        old = json.loads(path.read_text())
-    except ValueError:
-        old = None
-    is_run = isinstance(old, dict) and "script" in old
-    check(is_run, f"--run_dir {run_dir}: its args.json is damaged, or not of a run. Use a new folder.")
+    old = json.loads(path.read_text())
+    is_ours = old.get("script") == flags["script"]
+    check(is_ours, f"--run_dir {run_dir} is not a run of {flags['script']}.py. Use a new folder.")
     has_trained = metrics.exists() and '"iteration": 1,' in metrics.read_text()
     if not has_trained and not Path(f"{run_dir}/checkpoint.pt").exists():
         return  # any flag may change
-    has_script = flags["script"] == old["script"]
-    check(has_script, f"--run_dir {run_dir} contains a run of {old['script']}.py. Use a new folder.")
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum", "model_checksum"}
-    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
-    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
-    others = ", ".join(text for name, text in changed.items() if name not in free)
-    remedy = "Use the same flags to resume it, or a new folder."
-    check(not others, f"--run_dir {run_dir} contains a run with other flags: {others}. {remedy}")
-    for name, text in changed.items():
-        is_rate = name in lengths and flags["anneal_lr"]
-        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
+    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum"}
+    for name in old | flags:
+        before, now = old.get(name), flags.get(name)
+        if before != now:
+            change = f"{name} {before} (now {now})"
+            remedy = "Use the same flags to resume it, or a new folder."
+            check(name in free, f"--run_dir {run_dir} contains a run with {change}. {remedy}")
+            is_rate = name in lengths and flags["anneal_lr"]
+            jump = "; the learning rate jumps to its new decay" if is_rate else ""
+            say(f"  changed     {change}{jump}")
 
 
 @contextmanager
@@ -987,23 +917,18 @@ def replacing(path):
     os.replace(f"{path}.tmp", path)
 
 
-def save_models(args, run_dir, iteration, policy, tokenizer):
-    """Save the policy as model/, and with --keep_models also under a name that no later save takes."""
-    save_model(f"{run_dir}/model", policy, tokenizer)
-    if args.keep_models:
-        save_model(f"{run_dir}/model-{iteration}", policy, tokenizer)
-
-
-def save_model(folder, policy, tokenizer):
-    """On rank 0, save the policy as a folder that from_pretrained opens, in the place of an earlier one."""
+def save_model(args, run_dir, iteration, policy, tokenizer):
+    """On rank 0, save the policy as model/, and with --keep_models also as model-<iteration>/."""
     if RANK == 0:
-        policy.save_pretrained(f"{folder}.tmp")
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
-        if os.path.exists(folder):
-            os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
-        os.replace(f"{folder}.tmp", folder)
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        names = ["model", f"model-{iteration}"] if args.keep_models else ["model"]
+        for folder in [f"{run_dir}/{name}" for name in names]:
+            policy.save_pretrained(f"{folder}.tmp")
+            tokenizer.save_pretrained(f"{folder}.tmp")
+            shutil.rmtree(f"{folder}.old", ignore_errors=True)
+            if os.path.exists(folder):
+                os.replace(folder, f"{folder}.old")  # at once, while deleting takes time
+            os.replace(f"{folder}.tmp", folder)
+            shutil.rmtree(f"{folder}.old", ignore_errors=True)
 
 
 def save_checkpoint(run_dir, iteration, state):
@@ -1101,6 +1026,3 @@ if __name__ == "__main__":
         if "by peer" not in str(error):
             raise
         sys.exit(1)  # the connection to a rank that has said why it ends
-    except SystemExit as end:  # with exit code 0 it would look like a complete run
-        message = "error: your reward (or tool) called sys.exit. Return scores, or raise an exception."
-        sys.exit(end.code or message)

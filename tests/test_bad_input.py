@@ -1,14 +1,12 @@
 """Bad input gets one line that names the flag or the file and the remedy, and exit code 2."""
 
 import json
-import runpy
-import sys
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, words_of, write_jsonl
+from conftest import ROOT, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
@@ -22,16 +20,11 @@ DATA = {
     "chat": [{"prompt": [{"role": "user", "content": "3 ?"}], "answer": "3"}] * 16,
     "no_answer": [GOOD, *[{"prompt": "3 ?"}] * 15],
     "few": [GOOD],
-    "more": [{"prompt": "3 more ?", "answer": "3"}] * 16,
-    "taken": [GOOD | {"prompt_ids": 3}] * 16,
-    "no_content": [{"prompt": [{"role": "user"}], "answer": "3"}] * 16,
 }
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
-def leaves(completions, **columns): raise SystemExit
 def none(completions, **columns): return [None] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
-def one_argument(completions): return [1.0] * len(completions)
 """
 
 
@@ -48,11 +41,6 @@ def bad(tmp_path_factory):
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
     save(folder / "chat", model, tokenizer)
-    longer = make_tokenizer()
-    longer.add_tokens("more")
-    save(folder / "longer", model, longer)
-    longer.add_special_tokens({"eos_token": "new"})
-    save(folder / "other_eos", model, longer)
     for name, changes in {
         "tied_judge": {"num_labels": 1, "tie_word_embeddings": True},
         "short_judge": {"num_labels": 1, "max_position_embeddings": 2},
@@ -86,21 +74,14 @@ CASES = {
     "no advantage": ("--reward_clip 0", "--reward_clip 0.0: must be above 0"),
     "a negative learning rate": ("--learning_rate -1", "--learning_rate -1.0: must be 0 or more"),
     "a negative clip": ("--clip_eps -0.5", "--clip_eps -0.5: must be 0 or more"),
-    "token without embedding": (
-        "--model {bad}/longer --dataset {bad}/more.jsonl",
-        "token 22 (more)",
-        "the 22",
-    ),
-    "EOS without embedding": ("--model {bad}/other_eos", "other_eos: token 23 (new)", "embeddings"),
     "a run folder": ("--model {toy}", "--model ", "Of a run, name its folder model/"),
-    "a column of ours": ("--dataset {bad}/taken.jsonl", "row 0: rename the columns {{'prompt_ids'}}"),
     "a learning rate of NaN": ("--learning_rate nan", "--learning_rate nan: must be 0 or more"),
     "no rollout": ("--batch_size 0", "--batch_size 0: must be above 0"),
     "no pass": ("--update_epochs 0", "--update_epochs 0: must be above 0"),
     "no micro-batch": ("--micro_batch_size 0", "--micro_batch_size 0: must be above 0"),
     "no response": ("--max_response_length -1", "--max_response_length -1: must be above 0"),
     "samples below 0": ("--eval_samples -1", "--eval_samples -1: must be 0 or more"),
-    "model not there": ("--model no/such-model", "--model no/such-model: no such folder", "the repository"),
+    "model not there": ("--model no/such-model", "no/such-model: neither loaded from a folder in", "Hub"),
     "weights missing": ("--model {bad}/body_only", "--model ", "lack lm_head.weight"),
     "model without EOS": ("--model {bad}/no_eos", "/no_eos", "no EOS"),
     "adapter": ("--model {bad}/adapter", "/adapter is an adapter", "Merge"),
@@ -110,20 +91,34 @@ CASES = {
     "file not there": ("--dataset no.jsonl", "--dataset no.jsonl: no such file"),
     "broken line": ("--dataset {bad}/broken.jsonl", "broken.jsonl, line 3: not valid JSON"),
     "not UTF-8": ("--dataset {bad}/latin.jsonl", "latin.jsonl, line 2: not valid JSON in UTF-8"),
-    "message without content": ("--model {bad}/chat --dataset {bad}/no_content.jsonl", "row 0", '"content"'),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", '"prompt"'),
     "chat without template": ("--dataset {bad}/chat.jsonl", "row 0: is a chat", "no chat template"),
-    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "not 8.0"),
+    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "8.0"),
     "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: ", "2 or more"),
-    "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "not None"),
-    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "needs 8", "--batch_size 8."),
-    "prompts too long": ("--max_prompt_length 2", "0 of 16", "the shortest has 4", "--max_prompt_length"),
+    "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "None"),
+    "too few prompts": (
+        "--batch_size 64 --dataset {bad}/few.jsonl",
+        "1 of 1",
+        "8 are needed",
+        "--batch_size",
+    ),
+    "prompts too long": ("--max_prompt_length 2", "0 of 16", "raise --max_prompt_length"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length 125: ", "129", "128"),
-    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "shape [1]", "16 completions"),
-    "no scores": ("--reward {bad}/reward.py:none", "--reward", "returned [None", "one number for each"),
-    "no such function": ("--reward {bad}/reward.py:scor", "no function scor, but", "wrong_number, leaves"),
+    "number of scores": (
+        "--reward {bad}/reward.py:wrong_number",
+        "--reward",
+        "returned [1.0]",
+        "16 completions",
+    ),
+    "no scores": (
+        "--reward {bad}/reward.py:none",
+        "--reward",
+        "returned [None",
+        "one finite number for each",
+    ),
+    "no such function": ("--reward {bad}/reward.py:scor", "reward.py:scor: the file has no function scor"),
     "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
-    "policy as reward model": ("--reward {toy}/policy", "without a score head", "reward_model.py"),
+    "policy as reward model": ("--reward {toy}/policy", "its files lack score.weight", "reward_model.py"),
     "an encoder as reward model": ("--reward {bad}/encoder", "--reward", "no decoder with a head"),
     "several outputs": ("--reward {bad}/two_labels", "--reward", "a head for one score"),
     "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
@@ -141,15 +136,8 @@ def test_refused(case, bad, tmp_path, capsys):
     assert (tmp_path / "run").exists() == (case in AT_THE_FIRST_ROLLOUT)
 
 
-def test_what_has_to_do_with_scores_may_be_negative():
-    grpo.check_args(grpo.Args(reward_scale=-1.0, missing_eos_penalty=-0.5))
-
-
-def test_sys_exit_in_a_file_of_the_user_is_no_success(bad, tmp_path, monkeypatch):
-    flags = {"run_dir": tmp_path / "run", "reward": f"{bad}/reward.py:leaves", "max_response_length": 2}
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(**flags)])
-    with pytest.raises(SystemExit, match="called sys"):  # with a message, the exit code is 1
-        runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+def test_a_scale_of_scores_may_be_negative():
+    grpo.check_args(grpo.Args(reward_scale=-1.0))
 
 
 def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
@@ -157,9 +145,6 @@ def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
     with pytest.raises(KeyError, match="asleep") as caught:
         run("grpo", **flags, reward=f"{bad}/reward.py:raises")
     assert caught.traceback[-1].name == "raises"
-    with pytest.raises(TypeError) as caught:
-        run("grpo", **flags, reward=f"{bad}/reward.py:one_argument")
-    assert "is called with prompts, completions" in caught.value.__notes__[0]
 
 
 def test_ranks_that_differ(tmp_path, monkeypatch, capsys):

@@ -146,16 +146,14 @@ def test_one_rank_says_what_is_wrong(resumed):
 
 
 def test_of_ranks_that_fail_together_the_first_speaks_at_once(monkeypatch):
-    """Whichever rank is the first, the others wait until torchrun stops them."""
-    waits, store = [], torch.distributed.HashStore()
+    """The others wait until torchrun stops them. A rank that fails alone speaks soon, too."""
+    waits = []
     monkeypatch.setattr(grpo.time, "sleep", waits.append)
-    monkeypatch.setattr(grpo.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(grpo.dist.distributed_c10d, "_get_default_store", lambda: store)
-    for rank in (2, 0, 1):
+    for rank in (0, 1, 2, 100):
         monkeypatch.setattr(grpo, "RANK", rank)
         with pytest.raises(SystemExit):
             grpo.check(False, "the same")
-    assert waits[0] == 0 and min(waits[1:]) >= 10
+    assert waits == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", *STAGE_DATA])
@@ -174,13 +172,6 @@ def test_settings_of_the_toy_are_named_with_another_model(script, capsys):
         found = re.findall(r"warning: --(\w+) \S+ is (?:the default )?for the toy", said)
         assert sorted(found) == sorted(expected)
         assert said.count("\n") == len(expected) and all(len(line) <= 110 for line in said.split("\n"))
-
-
-def test_flags_of_an_evaluation_without_held_out_prompts_are_named(capsys):
-    for flags in ({"eval_samples": 4}, {"eval_reward": "exact_answer"}):
-        for dataset, expected in ((grpo.Args.dataset, False), ("mine.jsonl", True)):
-            grpo.check_args(grpo.Args(dataset=dataset, **flags))
-            assert ("do nothing without --eval_dataset" in capsys.readouterr().out) == expected
 
 
 @pytest.mark.parametrize("script", [*POLICY_SCRIPTS, *STAGE_DATA])

@@ -178,7 +178,7 @@ def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
     """Even if it is the last of a rollout."""
     (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [1.0] * 15 + [float('{score}')]\n")
     said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:f", run_dir=tmp_path / "run")
-    assert f"returned {score} for completion 15" in said
+    assert "returned [1.0, " in said and "Return one finite number for each of the 16" in said
 
 
 # bfloat16

@@ -116,14 +116,6 @@ def test_a_reward_model_reads_the_tools_and_options_of_a_row(tmp_path):
         )
 
 
-def test_a_reward_file_that_changes_the_folder_is_refused(tmp_path, monkeypatch, capsys):
-    """Otherwise a relative --run_dir would be somewhere else."""
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "mine.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\ndef f(**_): pass\n")
-    said = refused(capsys, grpo.load_reward, grpo.Args(), f"{tmp_path}/mine.py:f")
-    assert "changes the working directory" in said
-
-
 def test_the_critic_starts_from_the_reward_model_or_else_from_the_policy(tmp_path, tokenizer):
     """The reward model may have more tokens than the policy, but not fewer or others."""
     save_reward_model(tmp_path / "other", make_tokenizer())  # with other ids for the digits

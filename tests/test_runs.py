@@ -243,13 +243,13 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, capsys):
     flags = {"run_dir": tmp_path, "model": tmp_path / "model", "dataset": data}
     for foreign, words in (
         (None, "the folder is not empty and is not a run"),
-        ('{"foo": 1}', "not of a run"),
+        ('{"foo": 1}', "is not a run of grpo.py"),
     ):
         if foreign:
             (tmp_path / "args.json").write_text(foreign)
         before = files_of(tmp_path)
         said = refused(capsys, run, "grpo", **flags)
-        assert f"--run_dir {tmp_path}: " in said and f"{words}. Use a new folder." in said
+        assert f"--run_dir {tmp_path}" in said and f"{words}. Use a new folder." in said
         assert before == files_of(tmp_path)
 
 
@@ -287,7 +287,7 @@ def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
         path = tmp_path / name
         before = path.read_bytes()
         path.write_bytes(content)
-        with pytest.raises((RuntimeError, SystemExit)):
+        with pytest.raises((RuntimeError, ValueError)):
             run("grpo", run_dir=tmp_path, num_iterations=3)
         assert path.read_bytes() == content
         path.write_bytes(before)
@@ -325,7 +325,7 @@ def test_a_refused_reward_can_be_corrected_until_the_first_iteration_is_done(tmp
     run("grpo", **flags, reward=right)
     before = files_of(tmp_path / "run")
     said = refused(capsys, run, "grpo", **flags, reward=wrong)
-    assert f"other flags: reward {right} (now {wrong}). " in said
+    assert f"contains a run with reward {right} (now {wrong}). " in said
     assert before == files_of(tmp_path / "run")
 
 
@@ -348,22 +348,13 @@ def test_a_resumed_run_names_what_has_changed(tmp_path, capsys):
     )
     assert json.loads((tmp_path / "args.json").read_text())["num_iterations"] == 3
     assert (tmp_path / "grpo.py").read_text().endswith("# as it was\n")
-    assert (tmp_path / "grpo-2.py").read_text() == (ROOT / "grpo.py").read_text()
-
-
-def test_a_resumed_run_names_another_starting_model(tmp_path, capsys):
-    model = tmp_path / "model"
-    for i, folder in enumerate(("policy", "hinted")):
-        shutil.copytree(ROOT / "toy" / folder, model, dirs_exist_ok=True)
-        run("grpo", **SHORT | {"num_iterations": 2 + i}, model=model, run_dir=tmp_path / "run")
-        assert ("model_checksum" in capsys.readouterr().out) == bool(i)
 
 
 def test_a_checkpoint_counts_as_a_run_without_its_log_and_with_flags_of_another_script(tmp_path, capsys):
     run("grpo", **SHORT, run_dir=tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     assert "learning_rate" in refused(capsys, run, "grpo", **SHORT, learning_rate=1.0, run_dir=tmp_path)
-    assert "a run of grpo.py" in refused(capsys, run, "rloo", **SHORT, run_dir=tmp_path)
+    assert "is not a run of rloo.py" in refused(capsys, run, "rloo", **SHORT, run_dir=tmp_path)
     args = json.loads((tmp_path / "args.json").read_text())
     (tmp_path / "args.json").write_text(json.dumps(args | {"dual_clip_c": 3.0}))
     assert "dual_clip_c 3.0 (now None)" in refused(capsys, run, "grpo", **SHORT, run_dir=tmp_path)

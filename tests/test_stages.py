@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -166,7 +165,6 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     saved = [f"model-{i}" for i in {*range(5, len(rates), 5), len(rates)}]
     assert {*models} == {"model", *saved} and len({*models.values()}) == len(saved)
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
-    shutil.rmtree(killed / "model")  # as after a kill between the last checkpoint and the model
     run_stage(script, **flags, run_dir=killed)
     assert before == {path: path.read_bytes() for path in before}
     flags["batch_size"] = 4
@@ -175,28 +173,23 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
 
 PAIR = {"prompt": "3 ?", "chosen": "answer 3", "rejected": "answer 4"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
-NO_ROLE, NO_CONTENT = {"content": "3 ?"}, {"role": "assistant"}
-MESSAGE, NEEDS, PAIRS = 'needs a "role" and a "content" string', "not empty", "`chosen` and `rejected`"
+NEEDS, PAIRS = "not empty", "`chosen` and `rejected`"
 # Columns of the third row, and a part of the message about it
 OF_SFT = [
     ({"completion": None}, NEEDS),
     ({"completion": ""}, NEEDS),
     ({"prompt": ""}, NEEDS),
     ({"messages": "3 ?"}, NEEDS),
-    ({"messages": [NO_ROLE, ANSWER]}, MESSAGE),
-    ({"messages": [USER, NO_CONTENT]}, MESSAGE),
+    ({"messages": [USER, {"role": "assistant"}]}, NEEDS),
     ({"messages": [ANSWER, USER]}, "the last message must be the assistant's"),
-    ({"messages": [USER, PREFIX, ANSWER]}, "Join them"),
     ({"messages": [USER, CALL]}, "['tool_calls'] of the last message would be ignored"),
 ]
 OF_PAIRS = [
     ({"rejected": None}, PAIRS),
-    ({"chosen": ["answer 3"]}, MESSAGE),
     ({"prompt": 5}, PAIRS),
     ({"prompt": "3 ?", "chosen": [ANSWER], "rejected": [PREFIX]}, "Give `prompt` as a chat"),
     ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, PREFIX]}, "one `prompt`"),
     ({"prompt": None, "chosen": [USER, CALL], "rejected": [USER, ANSWER]}, "['tool_calls']"),
-    ({"prompt": [PREFIX], "chosen": [USER, ANSWER], "rejected": [USER, PREFIX]}, "does not begin with"),
 ]
 
 
@@ -220,7 +213,7 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (sft, {}, {"batch_size": 4}, "3 of 3 examples need 4. --batch_size"),
         (sft, {}, {"eval_size": 1}, "3 of 3 examples need 4. --eval_size"),
         (sft, {"completion": "3 + " * 100}, {}, "--max_length 1024: 128 positions"),
-        (sft, {"messages": [USER, ANSWER]}, {}, "row 2 toy/base template"),
+        (sft, {"messages": [USER, ANSWER]}, {}, "row 2 chat template"),
         (reward_model, {"rejected": "answer 3"}, {}, "2 of 3 pairs 3 are needed. --batch_size"),
         (reward_model, {"margin": "0.5"}, {}, "row 2 `margin` number"),
         (reward_model, {"margin": math.nan}, {}, "row 2 `margin` number"),
@@ -228,9 +221,7 @@ def test_a_bad_row_is_named(script, columns, words, tmp_path, capsys):
         (reward_model, {}, {"margin": math.nan}, "--margin nan"),
         (reward_model, {}, {"center_rewards_coefficient": -1.0}, "--center_rewards_coefficient -1.0"),
         (dpo, {}, {"beta": 0.0}, "--beta 0.0"),
-        (sft, {"completion": "more"}, {"model": "{longer}"}, "--dataset (more) is beyond the embeddings"),
         *((x, {}, {"model": "toy"}, "--model toy") for x in STAGES),
-        *((x, {"rejected": "more"}, {"model": "{longer}"}, "--dataset (more) beyond") for x in STAGES[1:]),
         *((script, {}, {name: 0}, f"--{name} 0: above 0") for script in STAGES for name in COUNTS),
         *((script, {}, {"max_grad_norm": 0.0}, "0.0: above 0") for script in STAGES),
         *((x, {}, {"learning_rate": y}, f"{y}: 0 or more") for x in STAGES for y in (-1.0, math.nan)),
@@ -241,10 +232,6 @@ def test_bad_input_gets_one_line(tmp_path, capsys, script, columns, flags, words
     data = write_jsonl(tmp_path / "data.jsonl", [good, good, good | columns])
     default = {"dataset": data, "batch_size": 3, "run_dir": tmp_path / "run"}
     default |= zoo.held_out(script.__name__, None, 0)
-    longer = zoo.make_tokenizer()
-    longer.add_tokens("more")
-    if flags.get("model") == "{longer}":
-        flags = flags | {"model": zoo.save(tmp_path / "longer", zoo.make_model("llama"), longer)}
     said = zoo.refused(capsys, run_stage, script, **default | flags)
     assert all(word in said for word in words.split()) and not (tmp_path / "run").exists(), said
 

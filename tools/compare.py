@@ -24,7 +24,7 @@ from explain import print_table
 
 # Flags in which the runs of a group may differ. tests/test_seeds.py checks that a run may change them on resume, too.
 FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
-FREE |= {"micro_batch_size", "gradient_checkpointing", "model_checksum"}
+FREE |= {"micro_batch_size", "gradient_checkpointing"}
 # Quantiles 0.975 of Student's t for 1 to 9 degrees of freedom
 T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
