@@ -131,12 +131,12 @@ def main(args):
 
         # 3. Measure, evaluate and log
         metrics["pairs_per_second"] = args.batch_size / (time.perf_counter() - began)
+        left = (time.perf_counter() - began) * (num_iterations - iteration)  # seconds, at this pace
         is_last = iteration == num_iterations
         is_eval = eval_dataset and (is_last or iteration % args.eval_every == 0)
         if is_eval:
             eval_metrics, scores = evaluate(args, model, eval_dataset)
             metrics |= eval_metrics
-        left = (time.perf_counter() - began) * (num_iterations - iteration)  # seconds, at this pace
         log(args, run_dir, iteration, metrics, left)
         if is_eval:
             log_samples(run_dir, iteration, eval_dataset, scores)
@@ -221,7 +221,7 @@ def pair_scores(args, model, batch):
 def autocast(args):
     """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
     is_on = args.dtype == "bfloat16"
-    # Sampling casts each weight once for all tokens. In training, a cache would only keep the copies longer.
+    # In sampling, each weight is cast once for all tokens. In training, a cache would only keep the copies.
     is_cached = not torch.is_grad_enabled()
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, is_on, cache_enabled=is_cached)
 
@@ -240,8 +240,8 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
-    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    remedy = f"If your scores are of usual size, use a learning rate below {learning_rate:g}."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). {remedy}")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
@@ -538,9 +538,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
-    for row in dataset:
-        flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
+    rows_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": rows_checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -575,11 +574,6 @@ def open_run(args, state, dataset):
     status = f"resumed after iteration {start}" if start else "new"
     say(f"  run folder  {os.path.relpath(run_dir)} ({status})\n\n{HEADER}")
     return run_dir, start
-
-
-def weights_checksum(model):
-    """Return a number that very probably differs for other weights."""
-    return zlib.crc32(repr([weight.sum().item() for weight in model.parameters()]).encode())
 
 
 def check_folder(run_dir, flags):

@@ -1,7 +1,7 @@
 """Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
 A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists the
-mistakes that change its numbers. Of four rollouts, each method uses two, or three if two do not show all mistakes.
+mistakes that change its numbers. Of four rollouts, each method uses the fewest that show all mistakes, at least two.
 """
 
 import json
@@ -12,7 +12,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import torch
-from check import FOLDER, PATH, VECTORS, difference
+from check import FOLDER, MISTAKE_UNIT, PATH, VECTORS, difference
 
 sys.path.append(str(FOLDER.parent / "tests"))
 from planted import IN_VECTORS
@@ -110,7 +110,7 @@ def make_case(method: str, name: str, right: dict, wrong: dict[str, dict]) -> di
                 result[key] = peaks  # one number for each response is shorter
         if max(sizes.values()) > 1e-4:
             differ = {key: x for key, x in result.items() if sizes[key] > 1e-9}
-            mistakes[mistake] = {key: rounded(x, 0, 1e-6) for key, x in differ.items()}
+            mistakes[mistake] = {key: rounded(x, 0, MISTAKE_UNIT) for key, x in differ.items()}
     expected = {key: rounded(x, 10) for key, x in expected.items()}
     return {"name": name, "inputs": inputs, "expected": expected, "mistakes": mistakes}
 

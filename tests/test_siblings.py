@@ -35,6 +35,13 @@ def test_the_skeletons_are_the_same(name):
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_every_function_is_used(path):
+    """An edit of the skeleton can leave a function behind that nothing calls."""
+    source = path.read_text()
+    assert [x for x in sync.functions(source) if len(re.findall(rf"\b{x}\b", source)) < 2] == []
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_script_stands_alone(path):
     """It imports nothing of this repository, pins what requirements.txt pins, and has at most 110 columns."""
     source = path.read_text()

@@ -90,9 +90,8 @@ def read(folder: Path) -> Run:
     for row in rows:
         for name, x in row.items():
             metrics.setdefault(name, {})[row["iteration"]] = x
-    # grpo.py, and grpo-20.py if the script had changed when the run was resumed after iteration 20
-    scripts = folder.glob(f"{flags['script']}*.py")
-    source = "".join(sorted({path.read_text() for path in scripts}))
+    script = folder / f"{flags['script']}.py"
+    source = script.read_text() if script.exists() else ""
     return Run(folder, flags, source, metrics, max(metrics.get("iteration", [0])))
 
 

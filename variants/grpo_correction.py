@@ -145,7 +145,7 @@ def policy_loss(args, batch, logprobs, num_sequences, num_tokens):
 
     logprobs (b, T) is log pi_theta of each token, with gradient. num_sequences and num_tokens count the whole
     optimizer step, so that the losses of micro-batches and ranks add up. Padding needs no mask, because
-    advantages and all log-probs are 0 there, so that it adds 0.
+    advantages and all log-probs are 0 there.
     """
     lengths = batch["response_mask"].sum(1)  # (b,)
     advantages = batch["advantages"]
@@ -189,7 +189,7 @@ def main(args):
         # A seed for each iteration and rank: a resumed run draws the same numbers as an uninterrupted one.
         torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)
 
-        # 1. Sample k responses to each of this rank's prompts
+        # 1. Choose this rank's prompts, and sample k responses to each of them
         prompt_rows = choose_rows(args, dataset, num_prompts, iteration)
         rollout = generate(args, policy, tokenizer, [row["prompt_ids"] for row in prompt_rows], k)
         sampled = time.perf_counter()
@@ -204,9 +204,8 @@ def main(args):
         # log pi_old is that of the training code, because what the sampler returned is log mu.
         rollout["sampler_logprobs"] = rollout["old_logprobs"]
         rollout["old_logprobs"] = rollout_logprobs(args, policy, rollout)
-        if reference is None:
-            rollout["ref_logprobs"] = rollout["old_logprobs"]  # so that kl is 0
-        else:
+        rollout["ref_logprobs"] = rollout["old_logprobs"]  # without a reference, so that kl is 0
+        if reference is not None:
             rollout["ref_logprobs"] = rollout_logprobs(args, reference, rollout)  # (B, T)
         rollout["kl"] = rollout["old_logprobs"] - rollout["ref_logprobs"]
 
@@ -260,7 +259,7 @@ def update(args, state, rollout, lr_factor):
                 logprobs = sampled_logprobs(all_logprobs, batch)  # (b, T)
                 loss, batch_stats = policy_loss(args, batch, logprobs, num_sequences, num_tokens)
                 loss.backward()  # adds to the gradient of the earlier micro-batches
-                del all_logprobs  # the largest tensor: it would stay until after the next forward pass
+                del all_logprobs  # the largest tensor, which would stay beside that of the next forward pass
                 for name, value in batch_stats.items():
                     stats[name] += value
                 if is_first_step:
@@ -367,16 +366,15 @@ class Cache(transformers.DynamicCache):
 def autocast(args):
     """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
     is_on = args.dtype == "bfloat16"
-    # Sampling casts each weight once for all tokens. In training, a cache would only keep the copies longer.
+    # In sampling, each weight is cast once for all tokens. In training, a cache would only keep the copies.
     is_cached = not torch.is_grad_enabled()
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, is_on, cache_enabled=is_cached)
 
 
 def log_distribution(logits, temperature):
     """Return the log-probs (..., V) of the next token, the same for sampling and for the loss."""
-    # In float32 at least
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return logits.log_softmax(-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # in float32 at least
+    return (logits / temperature).log_softmax(-1)
 
 
 def process_scores(args, scores, truncated):
@@ -462,8 +460,8 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    causes = f"Usual causes: --learning_rate {args.learning_rate} is too high, or scores are huge."
-    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). The weights are as before. {causes}")
+    remedy = f"If your scores are of usual size, use a learning rate below {learning_rate:g}."
+    check(norm.isfinite(), f"the gradient is not finite (norm {norm}). {remedy}")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
@@ -471,7 +469,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
 
 
 def measure(args, rollout, began, sampled, scored):
-    """Return metrics of a rollout, over all ranks. The times are when its iteration began, and so on."""
+    """Return metrics of a rollout, over all ranks. began, sampled and scored are times, in seconds."""
     num_tokens = total(rollout["response_mask"])
     raw_scores = rollout["raw_scores"]
     average = mean(raw_scores)
@@ -779,9 +777,8 @@ def load_reward(args, name, rows=()):
     if ".py:" in name:
         return load_function(name)
     model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
-    is_decoder = hasattr(model, "score") and model.config.num_labels == 1
-    reason = "is no decoder with a head for one score, as reward_model.py makes it."
-    check(is_decoder, f"--reward {name}: {reason}")
+    is_right = hasattr(model, "score") and model.config.num_labels == 1
+    check(is_right, f"--reward {name}: is no decoder with a head for one score, as reward_model.py makes it.")
 
     def text_ids(prompt, completion, is_truncated, row):
         """Return what the model reads. A text ends with EOS, a chat as in its template, if not truncated."""
@@ -874,17 +871,16 @@ def evaluate(args, policy, tokenizer, reward, dataset):
 def best_of(k, scores):
     """Return the expected maximum of k of these n scores, drawn without replacement (arXiv 2107.03374)."""
     # Of all sets of k scores, comb(i, k - 1) have the i-th smallest as their maximum, counted from 0.
-    best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(scores)))
-    return best / math.comb(len(scores), k)
+    sets = math.comb(len(scores), k)
+    return sum(math.comb(i, k - 1) / sets * x for i, x in enumerate(sorted(scores)))
 
 
 def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": 0}
-    for row in dataset:
-        flags["rows_checksum"] = zlib.crc32(repr(row).encode(), flags["rows_checksum"])
+    rows_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": rows_checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -1019,9 +1015,9 @@ def log_samples(run_dir, iteration, tokenizer, rows, rollout):
         prompt = row["prompt"]
         text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
         say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
-        sample = {"iteration": iteration, "prompt": prompt, "response": response, "score": raw_score}
-        columns = {name: value for name, value in row.items() if name not in (*sample, "prompt_ids")}
-        append(f"{run_dir}/samples.jsonl", sample | columns)
+        sample = row | {"iteration": iteration, "response": response, "score": raw_score}
+        del sample["prompt_ids"]
+        append(f"{run_dir}/samples.jsonl", sample)
 
 
 def say_result(run_dir, metric, longer):
