@@ -562,7 +562,7 @@ def open_run(args, state, dataset):
             file.write(json.dumps(flags).encode())
         script = run_dir / f"{name}.py"
         if not start:
-            shutil.copy(__file__, script)
+            script.write_bytes(Path(__file__).read_bytes())
         elif script.read_bytes() != Path(__file__).read_bytes():
             say(f"warning: {__file__} has changed since this run began; {script} is what it was")
         for log_name in ("metrics", "samples"):

@@ -734,8 +734,11 @@ def choose_rows(args, dataset, num_prompts, iteration):
     return [dataset[i] for i in chosen.chunk(WORLD_SIZE)[RANK]]
 
 
-def exact_answer(completions, answer, **columns):
+def exact_answer(completions, answer=(None,), **columns):
     """Score 1 if the text after the last "answer", or all of it, equals the column `answer`, and else 0."""
+    for right in answer:
+        reason = f"a string or an integer in each row, and not {right!r}. Or write your own reward."
+        check(isinstance(right, str | int), f'--reward exact_answer needs a column "answer", {reason}')
     texts = [text.rpartition("answer")[2].strip() for text in completions]
     return [float(text == str(right).strip()) for text, right in zip(texts, answer)]
 
@@ -744,9 +747,7 @@ def load_reward(args, name, rows=()):
     """Return a function of the lists prompts, completions, truncated and other columns of rows, to scores."""
     say(f"  reward      {name}")
     if name == "exact_answer":
-        for row in rows:
-            has_answer = isinstance(row.get("answer"), str | int)
-            check(has_answer, f'--reward {name} needs a column "answer" of strings. A row is {row!s:.100}')
+        exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
         return exact_answer
     if ".py:" in name:
         return load_function(name)
@@ -877,7 +878,7 @@ def open_run(args, state, dataset):
             file.write(json.dumps(flags).encode())
         script = run_dir / f"{name}.py"
         if not start:
-            shutil.copy(__file__, script)
+            script.write_bytes(Path(__file__).read_bytes())
         elif script.read_bytes() != Path(__file__).read_bytes():
             say(f"warning: {__file__} has changed since this run began; {script} is what it was")
         for log_name in ("metrics", "samples"):

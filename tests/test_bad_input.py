@@ -93,9 +93,9 @@ CASES = {
     "not UTF-8": ("--dataset {bad}/latin.jsonl", "latin.jsonl, line 2: not valid JSON in UTF-8"),
     "prompt empty": ("--dataset {bad}/empty_prompt.jsonl", "--dataset", "row 1", '"prompt"'),
     "chat without template": ("--dataset {bad}/chat.jsonl", "row 0: is a chat", "no chat template"),
-    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "8.0"),
+    "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "not 8.0"),
     "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: ", "2 or more"),
-    "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "None"),
+    "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "not None"),
     "too few prompts": (
         "--batch_size 64 --dataset {bad}/few.jsonl",
         "1 of 1",
