@@ -1,14 +1,14 @@
 """Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
 A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists the
-mistakes that change its numbers. Of four rollouts, each method uses the fewest that show all mistakes, at least two.
+mistakes that change its numbers. Of four rollouts, each method uses the fewest that show all mistakes, at least two. A
+method that is grpo with one addition does not list the mistakes of grpo again.
 """
 
 import json
 import math
 import sys
-import tomllib
-from itertools import combinations
+from itertools import chain, combinations
 from types import SimpleNamespace
 
 import torch
@@ -17,9 +17,50 @@ from check import FOLDER, MISTAKE_UNIT, PATH, VECTORS, difference
 sys.path.append(str(FOLDER.parent / "tests"))
 from planted import IN_VECTORS
 
-PLAN = tomllib.loads((FOLDER / "vectors.toml").read_text())
 REFERENCES = (FOLDER.parent / "tests" / "references.py").read_text()
+
+
+def correction(level: str, mode: str, low: float, cap: float) -> dict:
+    flags = {"correction_level": level, "correction_mode": mode, "correction_low": low, "correction_cap": cap}
+    return CLIP | flags
+
+
 # fmt: off
+# The coefficients of each method. A method has the beta of the case (kl_coef), unless it has its own here. With
+# ON_POLICY there is one step per rollout, so that the new policy is the one that sampled.
+ON_POLICY, CLIP, NO_KL = {"on_policy": True}, {"clip_eps": 0.2}, {"kl_coef": 0.0}
+PLAN = {
+    "reinforce": ON_POLICY,
+    "rloo": ON_POLICY,
+    "raft": ON_POLICY,
+    "remax": ON_POLICY,
+    "maxrl": ON_POLICY | NO_KL | {"scores": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]},
+    "distill": ON_POLICY | NO_KL,
+    "reinforce_pp": CLIP,
+    "reinforce_pp_baseline": CLIP,
+    "ppo": CLIP | {"gae_lambda": 0.95},
+    "grpo": CLIP,
+    "dr_grpo": CLIP | {"max_response_length": 8} | NO_KL,
+    "dapo": {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "max_response_length": 8, "overlong_buffer": 5} | NO_KL,
+    "gspo": {"clip_eps_low": 0.03, "clip_eps_high": 0.04} | NO_KL,
+    "cispo": {"clip_eps_low": 1.0, "clip_eps_high": 0.28} | NO_KL,
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05} | NO_KL,
+    "dppo": {"delta": 0.15, "max_ratio": 1.2} | NO_KL,
+    "flash_reinforce": {"delta": 0.02} | NO_KL,
+    "opo": ON_POLICY | NO_KL,
+    "gdpo": CLIP | {"reward_weights": [1.0, 0.5]} | NO_KL,
+    "sdpo": ON_POLICY | NO_KL,
+}
+ADDITIONS = {  # patches and features of grpo.py
+    "dual_clip": CLIP | {"dual_clip_c": 1.5},
+    "entropy_bonus": CLIP | {"entropy_coef": 0.1},
+    "correction_token": correction("token", "truncate", 0.0, 1.1),
+    "correction_sequence": correction("sequence", "mask", 0.0, 1.2),
+    "correction_geometric": correction("geometric", "mask", 0.95, 1.12),
+}
+# Preferences: rows 2i and 2i + 1 are the chosen and the rejected response of a pair
+PLAN |= ADDITIONS | {"dpo": {"beta": 0.1}, "ipo": {"beta": 0.1}, "reward_model": {}}
+
 INPUT_MISTAKES = {
     "compared across prompts": lambda x: {"order": torch.arange(6).view(x["samples_per_prompt"], -1).T.flatten()},
     "advantage with the wrong sign": lambda x: {"sign": -1},
@@ -127,5 +168,8 @@ def fewest(cases: list[dict]) -> list[dict]:
 if __name__ == "__main__":
     right, wrong = run(REFERENCES), {bug.name: run(bug.plant_in_references(REFERENCES)) for bug in IN_VECTORS}
     methods = {x: fewest([make_case(x, name, right, wrong) for name in VECTORS["rollouts"]]) for x in PLAN}
+    of_grpo = {mistake for case in methods["grpo"] for mistake in case["mistakes"]}
+    for case in chain(*(methods[x] for x in ADDITIONS)):
+        case["mistakes"] = {x: numbers for x, numbers in case["mistakes"].items() if x not in of_grpo}
     text = json.dumps(VECTORS | {"methods": methods}, separators=(",", ":"))
     PATH.write_text(text.replace('{"name":', '\n{"name":') + "\n")

@@ -12,8 +12,29 @@ import random
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "reversal"
-FILE = json.loads(Path(__file__).with_suffix(".json").read_text())
-WORDS, NEW_WORDS, QUESTIONS = FILE["words"].split(), FILE["new_words"].split(), FILE["questions"]
+WORDS = """
+apple arm baby bag ball bank bear bed bell bird boat book box boy bread bridge brush bus cake car card cat chair
+child city clock cloud coat coffee cold cook corn cow cup dance day desk doctor dog door dream dress drum earth egg
+eye face farm field fire fish floor flower fly food foot forest fox friend fruit game garden girl glass gold grass
+green hair hand hat heart hill home horse hot house ice island juice key king kitchen knife lake lamp leaf leg
+letter light lion love lunch man map market meat milk mirror money moon mother mountain mouse mouth music name night
+""".split()
+NEW_WORDS = """
+nose ocean office orange paint paper park pen pencil picture pig plane plant plate queen rain red ring river road
+rock roof room rose salt sand school sea sheep ship shirt shoe shop
+""".split()
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the opposite of hot?": "cold",
+    "How many days are in a week?": "7",
+    "What is 2 + 2?": "4",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "What language is spoken in Spain?": "Spanish",
+    "In which month is Christmas?": "December",
+    "What is the chemical symbol of water?": "H2O",
+    "Who painted the Mona Lisa?": "Leonardo",
+}
 LEVELS = ["3 words", "3 new words", "4 words"]  # to evaluate on. The first is also trained on
 SIZE = 1000  # prompts to train on
 HELD_OUT = 32  # prompts to evaluate on, of each level; none of them is trained on

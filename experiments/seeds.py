@@ -5,6 +5,7 @@
 The table is what tools/compare.py prints for these runs.
 """
 
+import math
 import sys
 from itertools import product
 from pathlib import Path
@@ -45,6 +46,11 @@ def measure(run_dir: Path, method: str, seed: int) -> dict:
     return {key: curve(lines, key, 3) for key in ("score", "kl")}
 
 
+def seeds_needed(std: float, difference: float) -> int:
+    """The number of seeds with which 4 of 5 studies see a difference, from the std of the differences over seeds."""
+    return max(2, math.ceil((1.96 + 0.84) ** 2 * (std / difference) ** 2 + 1.96**2 / 2))
+
+
 def table(rows: list[dict]) -> None:
     """Print what tools/compare.py prints for these runs, and how many seeds would show some differences."""
     groups = {method: [] for method in METHODS}
@@ -58,7 +64,7 @@ def table(rows: list[dict]) -> None:
     for method in [*METHODS][1:]:
         for head, numbers in list(found.items())[:2]:
             std = stdev(compare.differences(numbers, method))
-            needed = [str(compare.seeds_needed(std, x)) for x in DIFFERENCES]
+            needed = [str(seeds_needed(std, x)) for x in DIFFERENCES]
             lines.append([f"`{method}` minus `rloo`", head, f"{std:.3f}", *needed])
     common.table(["", "", "std", *(f"seeds for {x}" for x in DIFFERENCES)], lines, rows)
 

@@ -72,16 +72,16 @@ SIDES = [
     (r"\g<0>", "math.inf", "no upper clip"),
     ("0", "math.inf", "no clip"),
 ]
-# Methods with a clip. cispo has no lower one, because its clip_eps_low is 1.
-CLIPPED = [x for x in SCRIPTS if x != "cispo" and "ratio.clamp(1 - " in SOURCES[SCRIPTS[x][0]]]
+# Scripts with a clip. cispo has no lower one, because its clip_eps_low is 1.
+CLIPPED = [x for x in SCRIPTS if [x] == SCRIPTS[x] != ["cispo"] and "ratio.clamp(1 - " in SOURCES[x]]
 
 
 @pytest.mark.parametrize("method", CLIPPED)
 @pytest.mark.parametrize("low, high, name", SIDES)
 def test_a_script_without_a_side_of_its_clip_is_named(method, low, high, name, load, monkeypatch):
-    source = re.sub(r"1 - args\.clip_eps\w*", low, SOURCES[SCRIPTS[method][0]])
-    monkeypatch.setitem(SOURCES, SCRIPTS[method][0], re.sub(r"1 \+ args\.clip_eps\w*", high, source))
-    found = check.report(method, ours(load(*SCRIPTS[method])))
+    source = re.sub(r"1 - args\.clip_eps\w*", low, SOURCES[method])
+    monkeypatch.setitem(SOURCES, method, re.sub(r"1 \+ args\.clip_eps\w*", high, source))
+    found = check.report(method, ours(load(method)))
     assert any(name in names for *_, names in found)
 
 

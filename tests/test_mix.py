@@ -147,54 +147,43 @@ def test_a_loss_of_responses_is_explained_for_advantages_of_tokens():
 
 
 FLAG = "    gate: float = 3.0  # a flag\n"
-HELPER = 'def gated(args, x):\n    """x, at most gate."""\n    return x.clamp(max=args.gate)\n\n\n'
 
 
-def method(function: str, line: str, flag: str = "", helper: str = "", text: str = SOURCES["grpo"]) -> str:
+def method(function: str, line: str, flag: str = "", helper: str = "") -> str:
     """grpo.py with a line before the end of a function, and with a flag and a helper function before it."""
+    text = SOURCES["grpo"]
     old = sync.functions(text)[function]
     head, _, end = old.rpartition("\n    return ")
     text = text.replace(old, f"{helper}{head}\n    {line}\n    return {end}")
     return text.replace("    num_minibatches", f"{flag}    num_minibatches", 1)
 
 
-GATED = method("policy_loss", "gated(args, logprobs)", FLAG, HELPER)
-WITH_GATES = method("compute_advantages", 'gated(args, rollout["scores"])', FLAG, HELPER)
+WITH_FLAG = method("policy_loss", "logprobs.clamp(max=args.gate)", FLAG)
 
 
-def test_functions_and_flags_of_a_loss_come_and_go_with_it(tmp_path):
+def test_a_flag_of_a_loss_comes_and_goes_with_it(tmp_path):
     """And a docstring without formulas is no obstacle."""
     folder = copy_scripts(tmp_path)
-    docstring = sync.OWN.search(GATED)[0]
-    text = GATED.replace(docstring, '"""Mine: it has no formula.\n\n    Nor here\n"""')
+    docstring = sync.OWN.search(WITH_FLAG)[0]
+    text = WITH_FLAG.replace(docstring, '"""Mine: it has no formula.\n\n    Nor here\n"""')
     (folder / "mine.py").write_text(text)
     made, without = mix.mixed("dr_grpo", ["mine"], folder), mix.mixed("mine", ["dr_grpo"], folder)
-    assert FLAG in made and made.count(HELPER) == 1 and "gate" not in without
+    assert FLAG in made and "gate" not in without
     assert "see their docstrings" in ast.get_docstring(ast.parse(made))
 
 
-@pytest.mark.parametrize(
-    "of_advantage, of_loss, reason",
-    [
-        (GATED, GATED.replace("x.clamp", "2 * x.clamp"), ""),  # the first one goes away with its loss
-        (WITH_GATES, GATED.replace("x.clamp", "2 * x.clamp"), "both have a function gated"),
-        (WITH_GATES, GATED.replace("gate: float = 3.0", "gate: float = 4.0"), "both have a flag gate"),
-        (WITH_GATES, GATED, ""),
-        (method("policy_loss", "gated(args, logprobs)", text=WITH_GATES), SOURCES["grpo"], ""),
-        (GATED, method("policy_loss", 'batch["gates"]'), "the loss reads batch"),
-        (GATED, method("policy_loss", "GATES", helper="GATES = 3\n\n\n"), "the loss needs GATES"),
-    ],
-)
-def test_a_function_or_flag_that_both_use_is_the_same_or_the_pair_is_refused(
-    of_advantage, of_loss, reason, tmp_path
-):
+def test_a_loss_that_needs_what_a_mix_cannot_have_is_refused(tmp_path):
     folder = copy_scripts(tmp_path)
-    for name, text in {"one": of_advantage, "two": of_loss}.items():
-        (folder / f"{name}.py").write_text(text)
-    if reason:
-        with pytest.raises(ValueError, match=f"one with two: {reason}"):
+    advantage = method("compute_advantages", "args.gate", FLAG)
+    helper = "def gated(x):\n    return x\n\n\n"
+    for reason, one, two in (
+        ("both have a flag gate", advantage, WITH_FLAG.replace("= 3.0", "= 4.0")),
+        ("the loss reads batch", WITH_FLAG, method("policy_loss", 'batch["gates"]')),
+        ("its loss calls gated", advantage, method("policy_loss", "gated(logprobs)", "", helper)),
+    ):
+        for name, text in {"one": one, "two": two}.items():
+            (folder / f"{name}.py").write_text(text)
+        with pytest.raises(ValueError, match=f"two: {reason}"):
             mix.mixed("one", ["two"], folder)
-    else:
-        made = mix.mixed("one", ["two"], folder)
-        assert made.count("def gated(") == made.count("    gate: float") == 1
-        assert sync.functions(made)["gated"] == sync.functions(of_loss).get("gated", HELPER.strip())
+    (folder / "two.py").write_text(WITH_FLAG)
+    assert mix.mixed("one", ["two"], folder).count(FLAG) == 1

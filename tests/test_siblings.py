@@ -242,9 +242,9 @@ def test_an_algorithm_has_its_three_files(name):
     for function in (f"{name}_advantages", f"{name}_loss"):
         assert hasattr(references, function), f"tests/references.py: add {function}, as plain loops"
     methods = (ROOT / "docs" / "methods.md").read_text()
-    assert f"\n| [`{name}`](#{name}) |" in methods, f"docs/methods.md: add a row | [`{name}`](#{name}) | ..."
     command = rf"\n### {name}\n\n.*`make diff A=\w+ B={name}`"
     assert re.search(command, methods), f"docs/methods.md: add a section ### {name} with its `make diff` line"
+    assert f"\n| [`{name}`](#{name}) |" in methods, "docs/methods.md: run make tables"
     learn = (ROOT / "docs" / "learn.md").read_text()
     row = re.search(rf"^\| \[`{name}`\]\(methods\.md#{name}\) \|.*", learn, re.MULTILINE)
     assert row, f"docs/learn.md: add a row for {name} to the table of methods"

@@ -1,18 +1,18 @@
 """Compare methods over seeds: the mean and 95 % interval of each, and the difference between runs of the same seed.
 
     python tools/compare.py runs/rloo_* runs/grpo_*
-    python tools/compare.py runs/rloo_* runs/grpo_* --metric eval/score/all --out compare.png
+    python tools/compare.py runs/rloo_* runs/grpo_* --metric eval/score/all
 
 Runs with the same script and the same flags are one group. Their seed, folder and number of ranks may differ, and so
 may flags that change only logging, memory or speed. Each group is compared with the first one. All runs are read up to
-the same iteration and, if they log a KL, also up to the same KL.
+the last iteration of the shortest run and, if they log a KL, also up to the same KL.
 """
 
 import json
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -25,8 +25,15 @@ from explain import print_table
 # Flags in which the runs of a group may differ. tests/test_seeds.py checks that a run may change them on resume, too.
 FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
 FREE |= {"micro_batch_size", "gradient_checkpointing"}
-# Quantiles 0.975 of Student's t for 1 to 9 degrees of freedom
-T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+LAST = 10  # iterations at the end over which to average
+# Quantiles 0.975 of Student's t for 1 to 30 degrees of freedom
+# fmt: off
+T95 = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+]
+# fmt: on
 
 
 @dataclass
@@ -59,10 +66,8 @@ class Run:
 
 
 def t95(degrees: int) -> float:
-    """The quantile 0.975 of Student's t. From 10 degrees of freedom on, the error of the series is below 0.003."""
-    z = 1.95996
-    series = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    return T95[degrees - 1] if degrees <= len(T95) else series
+    """The quantile 0.975 of Student's t. Above 30 degrees of freedom, the normal quantile is at most 4 % too small."""
+    return T95[degrees - 1] if degrees <= len(T95) else 1.96
 
 
 def interval(values: list[float]) -> str:
@@ -70,11 +75,6 @@ def interval(values: list[float]) -> str:
     if len(values) < 2:
         return "".join(f"{value:.3f}" for value in values)
     return f"{mean(values) + 0:.3f} ± {t95(len(values) - 1) * stdev(values) / math.sqrt(len(values)):.3f}"
-
-
-def seeds_needed(std: float, difference: float) -> int:
-    """The number of seeds with which 4 of 5 studies see a difference, from the std of the differences over seeds."""
-    return max(2, math.ceil((1.96 + 0.84) ** 2 * (std / difference) ** 2 + 1.96**2 / 2))
 
 
 # --- runs and groups ---
@@ -113,7 +113,7 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(names, groups.values()))
 
 
-def check(groups: dict[str, list[Run]], metric: str, iterations: int | None, last: int) -> int:
+def check(groups: dict[str, list[Run]], metric: str) -> int:
     """Return the iteration up to which to compare. If the runs cannot be compared, raise a ValueError."""
     runs = [*chain(*groups.values())]
     if len(groups) < 2:
@@ -122,18 +122,14 @@ def check(groups: dict[str, list[Run]], metric: str, iterations: int | None, las
         for seed, count in Counter(run.flags["seed"] for run in found).items():
             if count > 1:
                 raise ValueError(f"{name}: {count} runs have seed {seed}. Give each seed once.")
-    short, long = (f(runs, key=lambda run: run.end) for f in (min, max))
-    end = short.end if iterations is None else iterations
-    if iterations is None and short.end < long.end:
-        which = f"{short.folder} has {short.end} iterations, and {long.folder} has {long.end}"
-        raise ValueError(f"{which}. To compare them at the same iteration, use --iterations {short.end}.")
-    if not 1 <= last <= end <= short.end:
-        raise ValueError(f"--iterations {end} --last {last}: use 1 <= last <= iterations <= {short.end}.")
+    short = min(runs, key=lambda run: run.end)
+    if not short.end:
+        raise ValueError(f"{short.folder}: it has no iteration to compare.")
     for run in runs:
-        if min(run.metrics.get(metric, [end + 1])) > last:
-            text = f"{run.folder} does not log it up to iteration {last}, which is --last"
+        if min(run.metrics.get(metric, [short.end + 1])) > min(LAST, short.end):
+            text = f"{run.folder} does not log it up to iteration {min(LAST, short.end)}"
             raise ValueError(f"--metric {metric}: {text}. It logs {', '.join(run.metrics)}.")
-    return end
+    return short.end
 
 
 # --- results ---
@@ -177,7 +173,7 @@ def print_results(found: dict) -> None:
 
 
 def print_notes(found: dict, without: list[Path]) -> None:
-    """Print how to read the table, what it lacks, and how many seeds would show a difference of 0.02."""
+    """Print how to read the table, and what it lacks."""
     print(
         "Numbers are means over seeds ± half of the 95 % interval (Student's t). Differences are means over"
     )
@@ -189,69 +185,21 @@ def print_notes(found: dict, without: list[Path]) -> None:
         print("some iterations. Runs log it with --log_kl, or with a --kl_coef above 0.")
     _, *others = next(iter(found.values()))
     for name in others:
-        pairs = {head: differences(numbers, name) for head, numbers in list(found.items())[:2]}
-        count = len(next(iter(pairs.values())))
-        if count < 2:
+        if (count := len(differences(next(iter(found.values())), name))) < 2:
             print(f"{name}: an interval needs two seeds that both have, and there are {count}.")
-        elif count > 4:  # fewer seeds say little about a std
-            needed = [f"{seeds_needed(stdev(x), 0.02)} seeds in `{head}`" for head, x in pairs.items()]
-            print(f"{name}: to see a difference of 0.02 takes about {' and '.join(needed)}.")
-        else:
-            print(f"{name}: how many seeds a difference of 0.02 takes is printed from five seeds on.")
-
-
-def draw(groups: dict[str, list[Run]], metric: str, end: int, last: int, path: Path):
-    """The mean of each group with its interval, over the last iterations, against the iteration and against the KL."""
-    import matplotlib.pyplot as plt
-
-    runs = [*chain(*groups.values())]
-    has_kl = all(run.logs_kl(end) for run in runs)
-    size = (4 + 4 * has_kl, 3)
-    figure, axes = plt.subplots(1, 1 + has_kl, layout="constrained", squeeze=False, figsize=size, sharey=True)
-    for (name, found), color in zip(groups.items(), cycle(plot.COLORS)):
-        points = [range(last, end + 1)]
-        lines = [[[run.at(metric, i, last) for run in found] for i in points[0]]]
-        if has_kl:
-            top = min(run.highest_kl(end, last) for run in found)
-            points.append([top * (i / 30) for i in range(31)])
-            lines.append([[run.at(metric, run.reaches(x, last), last) for run in found] for x in points[1]])
-        for axis, xs, values in zip(axes.flat, points, lines):
-            axis.plot(xs, [mean(x) for x in values], color=color, label=name)
-            if len(found) > 1:
-                half = [t95(len(x) - 1) * stdev(x) / math.sqrt(len(x)) for x in values]
-                low, high = ([mean(x) + sign * h for x, h in zip(values, half)] for sign in (-1, 1))
-                axis.fill_between(xs, low, high, color=color, alpha=0.2, lw=0)
-    for axis, label in zip(axes.flat, ("iteration", "kl")):
-        axis.set_xlabel(label, fontsize=10)
-        axis.grid(alpha=0.25)
-    axes[0, 0].set_title(f"{metric}, mean of {last} iterations", fontsize=10)
-    figure.legend(handles=axes.flat[0].lines, loc="outside upper center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
-    return figure
 
 
 Metric = Annotated[str, tyro.conf.arg(help="metric to compare")]
-Last = Annotated[int, tyro.conf.arg(help="iterations at the end over which to average")]
-at_iteration = tyro.conf.arg(help="compare at this iteration, by default at the end", metavar="INT")
-Iterations = Annotated[int | None, at_iteration]
-Out = Annotated[Path | None, tyro.conf.arg(help="also draw a PNG", metavar="PNG")]
 
 
-def main(
-    runs: tyro.conf.Positional[plot.Runs],
-    metric: Metric = "score",
-    last: Last = 10,
-    iterations: Iterations = None,
-    out: Out = None,
-) -> None:
+def main(runs: tyro.conf.Positional[plot.Runs], metric: Metric = "score") -> None:
     groups = group([read(run) for run in runs])
-    end = check(groups, metric, iterations, last)
-    found, without = measure(groups, metric, end, last)
+    end = check(groups, metric)
+    found, without = measure(groups, metric, end, min(LAST, end))
     print_results(found)
     print_notes(found, without)
-    if out:
-        draw(groups, metric, end, last, out)
-        print(f"Wrote {out}.")
+    if end < (longest := max(run.end for run in chain(*groups.values()))):
+        print(f"The runs are compared up to iteration {end}, and the longest has {longest}.")
 
 
 if __name__ == "__main__":

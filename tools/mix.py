@@ -3,15 +3,13 @@
     python tools/mix.py rloo reinforce_pp       write runs/rloo_reinforce_pp.py
     python tools/mix.py rloo dapo methods       write methods/rloo_dapo.py, which make variant and make patch take
 
-The result is the first script with the function policy_loss of the second, and with the functions and flags that
-this function needs. The lines that a method inserts into the skeleton belong to its advantage.
+The result is the first script with the function policy_loss of the second and the flags that this function reads. The
+lines that a method inserts into the skeleton belong to its advantage.
 """
 
-import builtins
 import re
 import sys
 from pathlib import Path
-from symtable import SymbolTable, symtable
 
 from sync import OWN, ROOT, functions, inserting, paths, policy_scripts, skeleton, write
 
@@ -27,15 +25,6 @@ DOCSTRING = '''"""{title}'s advantage with {other}'s loss: a mix of two scripts.
 """'''
 
 
-def needed(start: str, known: dict[str, str]) -> dict[str, str]:
-    """A function and the functions that it uses, in the order of the file."""
-    found, new = set(), {start}
-    while new:
-        found |= new
-        new = {x for x in known if any(re.search(rf"\b{x}\b", known[y]) for y in new)} - found
-    return {x: text for x, text in known.items() if x in found}
-
-
 def flags_of(block: str) -> dict[str, str]:
     """The lines of the flags in an estimator block, by name."""
     return {line.split(":")[0].strip(): line for line in block.partition("\n\n")[0].splitlines()[1:]}
@@ -43,11 +32,6 @@ def flags_of(block: str) -> dict[str, str]:
 
 def read_in(text: str, flags: dict[str, str]) -> set[str]:
     return {x for x in flags if re.search(rf"\bargs\.{x}\b", text)}
-
-
-def globals_in(table: SymbolTable) -> set[str]:
-    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
-    return own.union(*map(globals_in, table.get_children()))
 
 
 def describe(name: str, loss: str, sources: dict[str, str], kl: str) -> str:
@@ -84,31 +68,21 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     for script, function in ((name, mine), (loss, theirs)):
         if "advantages" not in function["policy_loss"]:
             raise ValueError(f"{script}: its loss has no advantage to weigh")
+    for x in theirs.keys() - {"policy_loss"}:
+        if re.search(rf"\b{x}\(", theirs["policy_loss"]):
+            raise ValueError(f"{loss}: its loss calls {x}, and make mix copies policy_loss alone")
 
-    # Replace the loss, and the functions that only it uses, with the other loss and the functions that it uses.
-    new, old = needed("policy_loss", theirs), needed("policy_loss", mine)
-    rest = source.replace(OWN.search(source)[0], "")
-    for text in old.values():
-        rest = rest.replace(text, "")
-    for x in [x for x in old if x != "policy_loss" and re.search(rf"\b{x}\b", rest)]:
-        old = {y: text for y, text in old.items() if y not in needed(x, mine)}
-        rest += "".join(needed(x, mine).values())
-    kept = mine.keys() - old.keys()
-    if twice := sorted(x for x in new if x in kept and new[x] != mine[x]):
-        raise ValueError(f"{name} with {loss}: both have a function {twice[0]}, and they differ")
-    code = "\n\n\n".join(text for x, text in new.items() if x not in kept)
-    block = block.replace(mine["policy_loss"], code)
-    for x in old.keys() - {"policy_loss"}:
-        block = block.replace(f"{old[x]}\n\n\n", "")
+    block = block.replace(mine["policy_loss"], theirs["policy_loss"])
+    rest = source.replace(OWN.search(source)[0], "").replace(mine["policy_loss"], "")
 
     # Remove the flags that only the old loss reads, and add the flags that the new loss reads.
     own, other = flags_of(block), flags_of(OWN.findall(sources[loss])[1])
-    gone = (read_in("".join(old.values()), own) - read_in(rest, own)) | STEPS
-    wanted = (read_in("".join(new.values()), other) | STEPS) - {"kl_coef"}
+    gone = (read_in(mine["policy_loss"], own) - read_in(rest, own)) | STEPS
+    wanted = (read_in(theirs["policy_loss"], other) | STEPS) - {"kl_coef"}
     added = {x: line for x, line in other.items() if x in wanted}
     if twice := [x for x in added if x in own and x not in gone and added[x] != own[x]]:
         raise ValueError(f"{name} with {loss}: both have a flag {twice[0]}, and they differ")
-    texts = "".join(mine[x] for x in kept), code
+    texts = "".join(text for x, text in mine.items() if x != "policy_loss"), theirs["policy_loss"]
     compares, is_compared = (re.search(r'"(kl|ref_logprobs)"', text) for text in texts)
     if compares and is_compared:
         remedy = "Use a loss without a KL, such as that of gdpo or reinforce_pp"
@@ -121,13 +95,10 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     flags = {x: line for x, line in own.items() if x not in gone} | added
     new_block = block.replace(head, "\n".join([head.partition("\n")[0], *flags.values()]))
 
-    for x in re.findall(r'\bbatch\["(\w+)"\]', code):
+    for x in re.findall(r'\bbatch\["(\w+)"\]', theirs["policy_loss"]):
         if f'"{x}"' not in rest:
             reason = f"the loss reads batch[{x!r}], which {name}.py does not compute"
             raise ValueError(f"{name} with {loss}: {reason}")
-    known = {*dir(builtins), *symtable(source, name, "exec").get_identifiers(), *new}
-    if unknown := sorted(globals_in(symtable(code, loss, "exec")) - known):
-        raise ValueError(f"{name} with {loss}: the loss needs {unknown[0]}, which {name}.py does not have")
     kl = "There is no KL penalty."
     if "ClassVar" not in own["kl_coef"]:
         kl = f"The KL penalty is in the {'loss' if is_compared else 'reward'}."

@@ -1,15 +1,10 @@
 """The tables and the diff that `make tables` writes into README.md, docs/ and patches/ with cog."""
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import io
 import re
-import tempfile
-from collections import Counter, defaultdict
-from unittest.mock import patch
 
 import sync
 
@@ -96,32 +91,14 @@ def print_map() -> None:
     print(f"\n{len(advantages) - 1} advantages, {len(losses)} losses.\n")  # gkd.py has none
 
 
-def scores_times_10(name: str) -> str:
-    """Whether the advantages stay the same with ten times the scores, without KL, length penalty and values."""
-    import torch
-    from references import FOR_0_AND_1, make_rollout
-
-    if name in FOR_0_AND_1:
-        return "0 and 1 only"
-    script, advantages = importlib.import_module(name), []
-    args = script.Args()
-    args.overlong_buffer = 0
-    for factor in (1, 10):
-        rollout = make_rollout(0, max(2, args.samples_per_prompt))
-        rollout |= {x: 0 * rollout[x] for x in ("kl", "values")}
-        rollout |= {x: factor * rollout[x].abs() for x in ("scores", "greedy_scores")}
-        advantages.append(script.compute_advantages(args, rollout)["advantages"])
-    return "same" if torch.allclose(*advantages, rtol=1e-2) else "other"
-
-
 def print_flags() -> None:
-    """Print default flags, and what determines the size of a step, for docs/methods.md."""
+    """Print default flags and the share of clipped steps, for docs/methods.md."""
     from common import load, print_provenance
 
     norms = load("norms")
     clipped = {row["script"]: f"{100 * row['steps clipped']:.0f} %" for row in norms}
-    print("\n| method | k | KL in, β | steps | norm clipped | 10 times the scores | other flags |")
-    print("|" + "---|" * 7)
+    print("\n| method | k | KL in, β | steps | norm clipped | other flags |")
+    print("|" + "---|" * 6)
     for name in METHODS:
         block = sync.OWN.findall(sync.paths()[name].read_text())[1]
         fields = dataclasses.fields(importlib.import_module(name).Args)
@@ -133,57 +110,7 @@ def print_flags() -> None:
             steps = flags["num_minibatches"] * flags["update_epochs"]
         own = [x for x in flags if f"\n    {x}: float" in block or f"\n    {x}: int" in block]
         own = " ".join(f"`{x} {flags[x]}`" for x in own if x not in SHOWN_APART)
-        cells = [flags["samples_per_prompt"], kl, steps, clipped.get(name, ""), scores_times_10(name), own]
+        cells = [flags["samples_per_prompt"], kl, steps, clipped.get(name, ""), own]
         print(f"| `{name}` | {' | '.join(map(str, cells))} |")
     print()
     print_provenance(norms)
-
-
-def costs(name: str) -> tuple:
-    """The costs of an iteration: trained and frozen models, bytes per parameter, responses, forward and backward."""
-    import torch
-    from zoo import run
-
-    rows, models, batch_size = Counter(), defaultdict(set), 16
-    script = importlib.import_module(name)
-    original = script.generate
-
-    def generate(*args, **flags):
-        rollout = original(*args, **flags)
-        rows["generated"] += len(rollout["sequences"])
-        return rollout
-
-    def count(module, inputs, output):
-        """Count the responses in a pass of a whole model. Sampling, which uses a cache, does not count."""
-        is_critic = type(module).__name__ == "Critic"
-        if is_critic or (hasattr(output, "logits") and output.past_key_values is None):
-            kind = "trained" if torch.is_grad_enabled() else "frozen"
-            models[kind].add(id(module))
-            rows[kind] += len(output if is_critic else output.logits)
-
-    hook = torch.nn.modules.module.register_module_forward_hook(count)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),  # progress bars
-        patch.object(script, "generate", generate),
-        patch.object(script, "check_sampling", lambda *_: None),  # it runs two passes of its own
-    ):
-        run(name, num_iterations=1, batch_size=batch_size, run_dir=folder)
-    hook.remove()
-    trained, frozen = len(models["trained"]), len(models["frozen"] - models["trained"])
-    generated, forward, backward = (f"{rows[x] / batch_size:g}" for x in ("generated", "frozen", "trained"))
-    if hasattr(script.Args, "max_rollouts"):  # as many as dynamic sampling needs
-        generated = f"1 to {script.Args.max_rollouts}"
-    return trained, frozen, 16 * trained + 4 * frozen, generated, forward, backward
-
-
-def print_costs() -> None:
-    """Print the costs of the scripts, for docs/methods.md. Scripts with the same costs share a line."""
-    lines = defaultdict(list)
-    for name in METHODS:
-        lines[costs(name)].append(f"`{name}`")
-    print("\n| scripts | trained | frozen | bytes | responses | forward | backward |\n|" + "---|" * 7)
-    for cells, names in lines.items():
-        print(f"| {', '.join(names)} | {' | '.join(map(str, cells))} |")
-    print()

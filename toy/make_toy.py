@@ -173,7 +173,8 @@ def train(script: str, model: Path, dataset: Path, out: Path, seed: int, flags=(
         command = [sys.executable, HERE.parent / script, "--model", model, "--dataset", dataset]
         command += ["--run_dir", run_dir, "--seed", str(seed), "--device", "cpu", *flags]
         subprocess.run(command, check=True)
-        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
+        left_out = shutil.ignore_patterns("generation_config.json")  # config.json has the EOS
+        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True, ignore=left_out)
 
 
 def main(seed: int = 0, out: Path = HERE) -> None:

@@ -1,7 +1,242 @@
-// The page Train it: a policy that is a tree of choices, those of tree.js, trained in the browser by estimators.js.
+// The page Train it: a policy that is a tree of choices, those of tree.js, trained in the browser.
 //
 // The address contains what differs from the page's defaults, train.html#method=grpo&k=4&rate=3, in the order of the
 // controls in train.html. run=30 trains 30 rollouts at once. Lessons are such addresses, and docs/learn.md links them.
+// A script without an estimator is not on this page. tests/web/test_site.py compares the estimators with the scripts.
+
+// --- estimators: a function for each script, with its default flags but for beta ------------------------------
+
+// A batch is {k, beta, maxLength, responses}: k responses to each prompt, those of the first prompt first, and one
+// optimizer step for all of them. A response is {reward, greedy, logRatios, old, ref, values}:
+//   reward      its score                             greedy   the score of the greedy response to its prompt
+//   logRatios   log(pi_theta / pi_old) of each token  old      log pi_old of each token
+//   ref         log pi_ref of each token              values   the critic's value before each token
+//
+// Each function returns {advantages, weights, clipped}: a list per response, with an entry per token. The weight of a
+// token is -d loss / d logprob. clipped is true where the clip stops the gradient of the policy loss. And share, a
+// function: how much one token counts in the loss.
+
+const sum = (xs) => xs.reduce((total, x) => total + x, 0);
+const mean = (xs) => sum(xs) / xs.length;
+const ratio = ({ logRatios }, t) => Math.exp(logRatios[t]);
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+
+/** f(response, t, i) for token t of response i. */
+const eachToken = (batch, f) =>
+  batch.responses.map((response, i) => response.logRatios.map((_, t) => f(response, t, i)));
+
+// --- advantages --------------------------------------------------------------------------------------------
+
+/** One number per response becomes a number on each of its tokens. */
+const onTokens = (batch, values) => eachToken(batch, (response, t, i) => values[i]);
+
+const rewards = (batch) => batch.responses.map((response) => response.reward);
+
+/** The sum of log(pi_old / pi_ref) from token t to the end of the response. */
+const klToGo = ({ old, ref }, t) => sum(old.slice(t).map((x, s) => x - ref[t + s]));
+
+/** The reward minus the KL penalty from token t on. */
+const returnAt = (batch, response, t) => response.reward - batch.beta * klToGo(response, t);
+const penalizedRewards = (batch) => batch.responses.map((response) => returnAt(batch, response, 0));
+
+/** f(values of the group) for each group of k values, which returns k values. */
+function inGroups(batch, values, f) {
+  const groups = [];
+  for (let first = 0; first < values.length; first += batch.k) groups.push(values.slice(first, first + batch.k));
+  return groups.flatMap(f);
+}
+
+/** Each value minus the mean of its group, and 0 if all are equal. */
+const centered = (batch, values) =>
+  inGroups(batch, values, (group) => group.map((x) => (group.every((y) => y == x) ? 0 : x - mean(group))));
+
+/** The same, divided by the group's std: the advantages of GRPO. */
+const normalized = (batch) =>
+  inGroups(batch, centered(batch, rewards(batch)), (group) => {
+    const std = Math.sqrt(sum(group.map((x) => x ** 2)) / (group.length - 1));
+    return group.map((x) => x / (std + 1e-4));
+  });
+
+/** Mean 0 and std 1 over all tokens of the batch. */
+function whitened(lists) {
+  const average = mean(lists.flat());
+  const variance = mean(lists.flat().map((x) => (x - average) ** 2));
+  return lists.map((list) => list.map((x) => (x - average) / Math.sqrt(Math.max(variance, 1e-8))));
+}
+
+// --- losses ------------------------------------------------------------------------------------------------
+
+const meanOverTokens = (batch) => 1 / sum(batch.responses.map((response) => response.logRatios.length));
+const meanOverResponses = (batch) => 1 / batch.responses.length;
+const overLength = (batch, response) => 1 / (batch.responses.length * response.logRatios.length);
+const overMaxLength = (batch) => 1 / (batch.responses.length * batch.maxLength);
+
+/** REINFORCE: the weight of a token is its advantage, times a factor of the method, or 0 where it is clipped. */
+function reinforceLoss(batch, advantages, share, factor = () => 1, clipped = eachToken(batch, () => false)) {
+  const weights = eachToken(batch, (response, t, i) =>
+    clipped[i][t] ? 0 : share(batch, response) * factor(response, t, i) * advantages[i][t],
+  );
+  return { share, advantages, weights, clipped };
+}
+
+/** PPO's loss: no gradient where the ratio has moved past the clip in the direction of the advantage. */
+function clippedLoss(batch, advantages, share, low = 0.2, high = 0.2, klPull = () => 0) {
+  const clipped = eachToken(batch, (response, t, i) => {
+    const [A, r] = [advantages[i][t], ratio(response, t)];
+    return clamp(r, 1 - low, 1 + high) * A < r * A;
+  });
+  const weights = eachToken(batch, (response, t, i) => {
+    const push = clipped[i][t] ? 0 : ratio(response, t) * advantages[i][t];
+    return share(batch, response) * (push + batch.beta * klPull(response, t));
+  });
+  return { share, advantages, weights, clipped };
+}
+
+// Two KL terms of a loss: minus their derivative, with d = log(pi_theta / pi_ref).
+const logRefRatio = ({ old, logRatios, ref }, t) => old[t] + logRatios[t] - ref[t];
+const k2Pull = (response, t) => -logRefRatio(response, t);
+const k3Pull = (response, t) => Math.exp(-logRefRatio(response, t)) - 1;
+
+// --- scripts -----------------------------------------------------------------------------------------------
+
+function reinforce(batch) {
+  const values = penalizedRewards(batch);
+  return reinforceLoss(batch, onTokens(batch, values.map((x) => x - mean(values))), meanOverResponses);
+}
+
+function rloo(batch) {
+  const advantages = inGroups(batch, penalizedRewards(batch), (group) =>
+    group.map((x) => x - (sum(group) - x) / (group.length - 1)),
+  );
+  return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+}
+
+/** OPO's baseline is the mean of the group, where a response counts in proportion to its length. */
+function opo(batch) {
+  const length = (response) => response.logRatios.length;
+  const advantages = inGroups(batch, batch.responses, (group) => {
+    const baseline = sum(group.map((x) => length(x) * x.reward)) / sum(group.map(length));
+    return group.map((x) => x.reward - baseline);
+  });
+  return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+}
+
+function raft(batch) {
+  const advantages = inGroups(batch, penalizedRewards(batch), (group) => {
+    const best = group.indexOf(Math.max(...group)); // the first of equals
+    return group.map((_, i) => (i == best ? group.length : 0));
+  });
+  return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+}
+
+function remax(batch) {
+  const advantages = eachToken(batch, (response, t) => returnAt(batch, response, t) - response.greedy);
+  return reinforceLoss(batch, advantages, meanOverTokens);
+}
+
+function reinforce_pp(batch) {
+  const returns = eachToken(batch, (response, t) => returnAt(batch, response, t));
+  return clippedLoss(batch, whitened(returns), meanOverTokens);
+}
+
+function reinforce_pp_baseline(batch) {
+  const differences = centered(batch, rewards(batch));
+  const variance = mean(differences.map((x) => x ** 2));
+  const advantages = differences.map((x) => x / Math.sqrt(Math.max(variance, 1e-8)));
+  return clippedLoss(batch, onTokens(batch, advantages), meanOverTokens, 0.2, 0.2, k2Pull);
+}
+
+function ppo(batch) {
+  const lambda = 0.95;
+  const advantages = batch.responses.map(({ reward, old, ref, values }) => {
+    const result = [];
+    for (let t = values.length - 1; t >= 0; t--) {
+      const isLast = t == values.length - 1;
+      const tokenReward = -batch.beta * (old[t] - ref[t]) + (isLast ? reward : 0);
+      const delta = tokenReward + (isLast ? 0 : values[t + 1]) - values[t];
+      result[t] = delta + (isLast ? 0 : lambda * result[t + 1]);
+    }
+    return result;
+  });
+  return clippedLoss(batch, whitened(advantages), meanOverTokens);
+}
+
+function grpo(batch) {
+  return clippedLoss(batch, onTokens(batch, normalized(batch)), overLength, 0.2, 0.2, k3Pull);
+}
+
+function dr_grpo(batch) {
+  return clippedLoss(batch, onTokens(batch, centered(batch, rewards(batch))), overMaxLength);
+}
+
+function dapo(batch) {
+  const buffer = 8; // the score falls by up to 1 over the last so many tokens
+  const responses = batch.responses.map((response) => {
+    const excess = response.logRatios.length - batch.maxLength + buffer;
+    return { ...response, reward: response.reward - Math.max(excess, 0) / buffer };
+  });
+  const advantages = onTokens(batch, normalized({ ...batch, responses }));
+  return clippedLoss(batch, advantages, meanOverTokens, 0.2, 0.28);
+}
+
+/** GSPO clips the ratio of a whole response. It is the clipped loss where each token has the mean log-ratio. */
+function gspo(batch) {
+  const responses = batch.responses.map((response) => {
+    const average = mean(response.logRatios);
+    return { ...response, logRatios: response.logRatios.map(() => average) };
+  });
+  return clippedLoss({ ...batch, responses }, onTokens(batch, normalized(batch)), overLength, 3e-4, 4e-4);
+}
+
+function cispo(batch) {
+  const weight = (response, t) => Math.min(ratio(response, t), 1.28);
+  return reinforceLoss(batch, onTokens(batch, normalized(batch)), meanOverTokens, weight);
+}
+
+function maxrl(batch) {
+  const advantages = inGroups(batch, rewards(batch), (group) =>
+    group.map((x) => (mean(group) == 0 ? 0 : (x - mean(group)) / mean(group))),
+  );
+  return reinforceLoss(batch, onTokens(batch, advantages), meanOverResponses);
+}
+
+/** SAPO's gate is sigmoid(tau (ratio - 1)) 4 / tau. Its derivative closes slowly where PPO's clip cuts. */
+function sapo(batch) {
+  const advantages = onTokens(batch, normalized(batch));
+  const weight = (response, t, i) => {
+    const tau = advantages[i][t] > 0 ? 1.0 : 1.05;
+    const gate = 1 / (1 + Math.exp(-tau * (ratio(response, t) - 1)));
+    return 4 * gate * (1 - gate) * ratio(response, t);
+  };
+  return reinforceLoss(batch, advantages, overLength, weight);
+}
+
+/** DPPO stops a token whose probability has moved by more than delta in the direction of the advantage. */
+function dppo(batch) {
+  const advantages = onTokens(batch, normalized(batch));
+  const clipped = eachToken(batch, ({ old, logRatios }, t, i) => {
+    const change = Math.exp(old[t] + logRatios[t]) - Math.exp(old[t]);
+    return advantages[i][t] > 0 ? change > 0.15 : change < -0.15;
+  });
+  return reinforceLoss(batch, advantages, meanOverTokens, (response, t) => Math.min(ratio(response, t), 20), clipped);
+}
+
+/** FlashREINFORCE leaves out a response whose mean KL over two outcomes, this token or any other, is above delta. */
+function flash_reinforce(batch) {
+  const average = mean(rewards(batch));
+  const advantages = eachToken(batch, ({ reward }) => reward - average);
+  const divergence = eachToken(batch, ({ old, logRatios }, t) => {
+    const [p, q] = [old[t], old[t] + logRatios[t]].map((x) => clamp(Math.exp(x), 1e-6, 1 - 1e-6));
+    return p * Math.log(p / q) + (1 - p) * Math.log((1 - p) / (1 - q));
+  });
+  const clipped = eachToken(batch, (_, t, i) => mean(divergence[i]) > 0.003);
+  return reinforceLoss(batch, advantages, overLength, ratio, clipped);
+}
+
+const ESTIMATORS = {
+  ...{ reinforce, rloo, opo, raft, remax, reinforce_pp, reinforce_pp_baseline, ppo, grpo, dr_grpo, dapo, gspo, cispo },
+  ...{ maxrl, sapo, dppo, flash_reinforce },
+};
 
 // --- the policy: a list of the logits of all choices ----------------------------------------------------------
 
@@ -101,7 +336,7 @@ function sample(run) {
   return run;
 }
 
-/** What the functions of estimators.js take. */
+/** What the estimators take. */
 function batchOf({ settings: { method, k, bug, beta, right }, prompts, old, ref, rollout, policy, values }) {
   const other = (i) => (bug == "axis" ? (i % k) * prompts.length + Math.floor(i / k) : i);
   const responses = rollout.map(({ prompt, greedy, tokens }, i) => {
@@ -119,7 +354,7 @@ function batchOf({ settings: { method, k, bug, beta, right }, prompts, old, ref,
   return { k, beta: { kl_sign: -beta, kl_loss: 0 }[bug] ?? beta, maxLength: MAX_LENGTH, responses };
 }
 
-/** {advantages, weights, clipped, share} of the rollout, as in estimators.js. The weight of a token is its push. */
+/** What the estimator of the run returns for its rollout. The weight of a token is its push. */
 function pushes(run) {
   const { method, beta, bug } = run.settings;
   const batch = batchOf(run);

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.web
 SITE = ROOT / "site"
 PATHS = sync.paths()
 # A port to JavaScript is optional.
-PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "estimators.js").read_text(), re.MULTILINE)
+PORTS = re.findall(r"^function (\w+)\(batch\)", (ROOT / "web" / "train.js").read_text(), re.MULTILINE)
 BETA = 0.3
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -164,7 +164,7 @@ def random_rollout(seed: int) -> dict:
 
 
 def batch_of(rollout: dict) -> dict:
-    """The rollout as estimators.js reads it."""
+    """The rollout as an estimator of train.js reads it."""
     tensors = {"old": rollout["old_logprobs"], "ref": rollout["ref_logprobs"], "values": rollout["values"]}
     tensors["logRatios"] = rollout["new_logprobs"] - rollout["old_logprobs"]
     scores, greedy_scores = rollout["scores"].tolist(), rollout["greedy_scores"].tolist()
