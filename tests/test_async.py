@@ -10,8 +10,8 @@ import os
 import socket
 
 import pytest
-import resume
 import torch
+import zoo
 from conftest import ROOT, read_jsonl, write_jsonl
 from zoo import refused, run
 
@@ -44,7 +44,7 @@ def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> 
         os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
         importlib.reload(module)  # it reads these variables
         if rank == kill[0]:
-            resume.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, resume.kill)
+            zoo.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, zoo.kill)
         run(module.__name__, **FLAGS | flags, run_dir=run_dir)
 
     Process = multiprocessing.get_context("fork").Process

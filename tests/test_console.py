@@ -12,9 +12,9 @@ import signal
 import sys
 
 import pytest
-import resume
 import torch
 import transformers
+import zoo
 from conftest import POLICY_SCRIPTS, ROOT, launch, read_jsonl, words_of, write_jsonl
 from safetensors.torch import load_file, save_file
 from zoo import STAGE_DATA, make_tokenizer, run
@@ -42,7 +42,7 @@ def resumed(tmp_path_factory):
     save_file(weights, folder / "policy" / "model.safetensors", {"format": "pt"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        code = resume.run_and_kill(grpo, "append", 5, run, "grpo", run_dir="run", **FLAGS)
+        code = zoo.run_and_kill(grpo, "append", 5, run, "grpo", run_dir="run", **FLAGS)
         patch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
         result = launch(ROOT / "grpo.py", *words_of(**FLAGS, run_dir="run"), cwd=folder)
     assert code == -signal.SIGKILL

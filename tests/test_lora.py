@@ -2,10 +2,10 @@
 
 import peft
 import pytest
-import resume
 import sync
 import torch
 import transformers
+import zoo
 from conftest import ROOT, SOURCES, read_jsonl
 from torch.testing import assert_close
 from zoo import few, recorded, run, run_stage
@@ -95,7 +95,7 @@ def test_a_run_keeps_what_else_an_earlier_adapter_trains(tmp_path, capsys):
     assert f"was trained for {TOY}, and not for toy/policy" in capsys.readouterr().out
     run("grpo_lora", **flags, num_iterations=2, run_dir=tmp_path / "parts")
     run("grpo_lora", **flags, num_iterations=3, run_dir=tmp_path / "parts")
-    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert all(line["logprob_difference"] < 1e-5 for line in read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
 
 

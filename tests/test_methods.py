@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
-from resume import without_clock
+from driver import without_clock
 from zoo import make_model, make_tokenizer, recorded, refused, run, save
 
 import dapo

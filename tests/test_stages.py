@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import resume
 import sync
 import tokenizers
 import torch
@@ -146,13 +145,13 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     flags |= {"warmup_iterations": 4, "keep_models": True} | zoo.held_out(script.__name__, data, 8)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_stage(script, **flags, run_dir=whole)
-    with resume.interrupted(script, "optimizer_step", call=9):
+    with zoo.interrupted(script, "optimizer_step", call=9):
         run_stage(script, **flags, run_dir=killed)
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 9, "lo')
     assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
     run_stage(script, **flags, run_dir=killed)
-    resume.assert_same_run(whole, killed)
+    zoo.assert_same_run(whole, killed)
     lines = read_jsonl(killed / "metrics.jsonl")
     losses = [x["loss"] for x in lines if "loss" in x]
     assert sum(losses[-8:]) < sum(losses[:8])  # the last and the first epoch

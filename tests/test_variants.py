@@ -13,7 +13,7 @@ import sync
 import torch
 import transformers
 from conftest import POLICY_SCRIPTS, ROOT, SOURCES, read_jsonl, write_jsonl
-from resume import without_clock
+from driver import without_clock
 from test_siblings import copy_scripts, edit
 from zoo import record, run
 
