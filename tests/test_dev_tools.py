@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import compare
@@ -385,23 +383,3 @@ def test_sync_writes_nothing_if_a_script_is_damaged(name, change, reason, tmp_pa
     with pytest.raises(SystemExit, match=reason):
         sync.sync(folder)
     assert before == {path: path.read_bytes() for path in folder.rglob("*.py")}
-
-
-# Makefile
-
-
-def test_make_names_the_python_that_is_too_old(tmp_path):
-    """Before it makes an environment, which a later call with another PYTHON would use."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    old = tmp_path / "old_python"
-    old.write_text(f"""#!/bin/sh
-if [ "$1" = -c ]; then exec '{sys.executable}' -c "import sys; sys.version_info = (3, 10); exec(sys.argv[1])" "$2"; fi
-mkdir -p .venv/bin
-ln -sf /bin/true .venv/bin/python
-""")
-    old.chmod(0o755)
-    result = subprocess.run(
-        ["make", ".venv/made", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.returncode == 2 and "need Python 3.11 or newer" in result.stderr
-    assert not (tmp_path / ".venv").exists()
