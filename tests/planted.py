@@ -35,10 +35,10 @@ class Planted:
     """A table of planted.toml, which explains the fields."""
 
     name: str
-    tests: str
-    where: str
     old: str
     new: str
+    tests: str = "test_estimators.py"
+    where: str = "references"
     old_in_references: str = ""
     new_in_references: str = ""
 

@@ -124,17 +124,6 @@ def test_one_rank_says_what_is_wrong(resumed):
     assert "[rank" not in result.stderr and "Error: [" not in result.stderr
 
 
-def test_of_ranks_that_fail_together_the_first_speaks_at_once(monkeypatch):
-    """The others wait until torchrun stops them. A rank that fails alone speaks soon, too."""
-    waits = []
-    monkeypatch.setattr(grpo.time, "sleep", waits.append)
-    for rank in (0, 1, 2, 100):
-        monkeypatch.setattr(grpo, "RANK", rank)
-        with pytest.raises(SystemExit):
-            grpo.check(False, "the same")
-    assert waits == [0, 1, 2, 5]
-
-
 @pytest.mark.parametrize("script", ["grpo", "ppo", *STAGE_DATA])
 def test_settings_of_the_toy_are_named_with_another_model(script, capsys):
     module = importlib.import_module(script)

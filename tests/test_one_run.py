@@ -105,14 +105,6 @@ def test_each_evaluation_uses_the_held_out_reward(seen):
     assert all(line["score"] != 7.0 for line in lines[1:])
 
 
-def test_held_out_rows_without_a_group_are_one_group():
-    args = grpo.Args(device="cpu", batch_size=2, max_response_length=2, eval_samples=2)
-    rows = [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3
-    ones = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
-    found = grpo.evaluate(args, make_model("llama"), make_tokenizer(), ones, rows)
-    assert found == {"eval/score/all": 1.0, "eval/pass@2/all": 1.0}
-
-
 def test_times_are_those_of_what_they_name(seen):
     """sampling_seconds leaves the reward out. Tokens per second and the time left include reward and update."""
     for calls, line in zip(iterations(seen[0]), read_jsonl(seen[1] / "metrics.jsonl")[1:], strict=True):
