@@ -37,7 +37,7 @@ class Planted:
     name: str
     old: str
     new: str
-    tests: str = "test_estimators.py"
+    tests: str
     where: str = "references"
     old_in_references: str = ""
     new_in_references: str = ""
@@ -95,6 +95,8 @@ class Planted:
 
 
 ROWS = tomllib.loads((ROOT / "tests" / "planted.toml").read_text())
+for row in ROWS.values():
+    row.setdefault("tests", f"test_{'patches' if '.patch' in row.get('where', '') else 'estimators'}.py")
 BUGS = {name: Planted(name, **row) for name, row in ROWS.items()}
 # The bugs whose numbers are in conformance/vectors.json
 IN_VECTORS = [bug for bug in BUGS.values() if bug.old_in_references or bug.where == "references"]
