@@ -41,7 +41,7 @@ vectors: .venv/scripts
 
 # make test-long: break the scripts to see a test fail. An hour.
 test-long: .venv/scripts .venv/group-test
-	.venv/bin/python tests/mutants.py
+	.venv/bin/python tests/planted.py --check
 
 # make test-newest: run the tests with the newest releases of the scripts' packages, in an environment of its own.
 test-newest:

@@ -24,6 +24,8 @@ DATA = {
 REWARDS = """
 def wrong_number(completions, **columns): return [1.0]
 def none(completions, **columns): return [None] * len(completions)
+def ends_in_inf(completions, **columns): return [1.0] * 15 + [-float("inf")]
+def ends_in_nan(completions, **columns): return [1.0] * 15 + [float("nan")]
 def raises(completions, **columns): raise KeyError("the judge is asleep")
 """
 
@@ -96,26 +98,13 @@ CASES = {
     "answer read as a number": ("--dataset {bad}/float_answer.jsonl", "--reward", '"answer"', "not 8.0"),
     "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: ", "2 or more"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "not None"),
-    "too few prompts": (
-        "--batch_size 64 --dataset {bad}/few.jsonl",
-        "1 of 1",
-        "8 are needed",
-        "--batch_size",
-    ),
+    "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "8 are", "--batch_size"),
     "prompts too long": ("--max_prompt_length 2", "0 of 16", "raise --max_prompt_length"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length 125: ", "129", "128"),
-    "number of scores": (
-        "--reward {bad}/reward.py:wrong_number",
-        "--reward",
-        "returned [1.0]",
-        "16 completions",
-    ),
-    "no scores": (
-        "--reward {bad}/reward.py:none",
-        "--reward",
-        "returned [None",
-        "one finite number for each",
-    ),
+    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "[1.0]", "16 completions"),
+    "no scores": ("--reward {bad}/reward.py:none", "--reward", "returned [None", "one finite number"),
+    "infinity at the end": ("--reward {bad}/reward.py:ends_in_inf", "[1.0, ", "number for each of the 16"),
+    "NaN at the end": ("--reward {bad}/reward.py:ends_in_nan", "[1.0, ", "number for each of the 16"),
     "no such function": ("--reward {bad}/reward.py:scor", "reward.py:scor: the file has no function scor"),
     "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
     "policy as reward model": ("--reward {toy}/policy", "its files lack score.weight", "reward_model.py"),
@@ -124,6 +113,7 @@ CASES = {
     "reward model too short": ("--reward {bad}/short_judge", "--reward", "but the model has 2 positions"),
 }
 AT_THE_FIRST_ROLLOUT = ("number of scores", "no scores", "reward model too short")
+AT_THE_FIRST_ROLLOUT += ("infinity at the end", "NaN at the end")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,16 +1,19 @@
-"""Tests of data: rows with their types, the tokens of texts and chats, the ends of responses, the scripts in data/."""
+"""Tests of data: rows with their types, tokens of texts and chats, the ends of responses, the toy, scripts in data/."""
 
 import json
+import re
 from collections import Counter
 
 import datasets
 import gsm8k
+import make_tools
+import make_toy
 import pytest
 import reversal
 import tokenizers
 import unsure
-from conftest import read_jsonl, write_jsonl
-from zoo import CHAT, make_model, make_tokenizer, refused
+from conftest import ROOT, read_jsonl, write_jsonl
+from zoo import CHAT, make_model, make_tokenizer, refused, run
 
 import dpo
 import grpo
@@ -116,6 +119,48 @@ def test_the_special_token_that_ends_a_turn_ends_a_response(end, right, configur
     assert grpo.eos_ids(model, tokenizer) == ([1, 7] if isinstance(configured, list) else [1])
 
 
+# toy/: make_toy.py makes the committed files, and scripts learn the task.
+
+TOY = ROOT / "toy"
+
+
+@pytest.mark.parametrize("module, folder", [(make_toy, TOY), (make_tools, TOY / "tools")])
+def test_same_seed_same_files(module, folder, tmp_path):
+    data = module.make_data(seed=0)
+    for path in folder.glob("*.jsonl"):
+        make_toy.write_jsonl(tmp_path / "file", data[path.stem])
+        assert (tmp_path / "file").read_bytes() == path.read_bytes(), path.name
+
+
+def chain_value(prompt: str) -> int:
+    """The value of a chain, computed from the text."""
+    signs = ["+", *re.findall(r"[+-]", prompt)]
+    return sum(int(sign + number) for sign, number in zip(signs, re.findall(r"\d", prompt))) % 10
+
+
+def test_answers_are_right_and_held_out_prompts_are_held_out():
+    train, heldout = read_jsonl(TOY / "train.jsonl"), read_jsonl(TOY / "heldout.jsonl")
+    assert all(int(row["answer"]) == chain_value(row["prompt"]) for row in train + heldout)
+    assert len({row["prompt"] for row in train + heldout}) == len(train + heldout) == 2600
+    seen = read_jsonl(TOY / "demonstrations.jsonl") + read_jsonl(TOY / "preferences_train.jsonl")
+    assert not {row["prompt"] for row in seen} & {row["prompt"] for row in heldout}
+    pairs = read_jsonl(TOY / "preferences_train.jsonl"), read_jsonl(TOY / "preferences_heldout.jsonl")
+    assert not {row["prompt"] for row in pairs[0]} & {row["prompt"] for row in pairs[1]}
+    for row in pairs[0] + pairs[1]:
+        ends = [row[side].endswith(f"answer {chain_value(row['prompt'])}") for side in ("chosen", "rejected")]
+        assert ends == [True, False]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gkd"])
+def test_the_score_rises_within_a_few_iterations(tmp_path, name):
+    """With a wrong sign, it would fall. experiments/toy.py trains all scripts."""
+    run(name, run_dir=tmp_path, num_iterations=15, batch_size=128, max_response_length=40, learning_rate=4e-4)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    score, length = ([line[key] for line in lines] for key in ("score", "response_length"))
+    assert sum(score[:3]) / 3 < 0.5 and sum(score[-5:]) / 5 > sum(score[:3]) / 3 + 0.15
+    assert sum(length[-5:]) / 5 > 1.2 * sum(length[:3]) / 3
+
+
 # data/
 
 
@@ -151,26 +196,10 @@ def test_scores_of_lists():
 RIGHT = ["#### 42", "#### $42.00", r"#### \$42", "#### **42**", r"#### \boxed{42}", "#### 42 dollars"]
 RIGHT += ["#### 42.", "####42", "#### 42%", "#### x = 42", "####\n42", "#### 7\n#### 42"]
 RIGHT += ["#### 42\n\nIn May she sold 42 of 50."]
-WRONG = [
-    "42",
-    "####",
-    "#### none",
-    "#### 41",
-    "#### 42\n#### 41",
-    "#### 42 ####",
-    "#### -$42",
-    "#### \u221242",
-]
-WRONG += ["#### 5 + 37", "#### 84/2", "#### 18^(10^9)", "#### 41, 42", "#### 42 or 41", "#### {41, 42}"]
-WRONG += [
-    "#### 1 1 1 42",
-    "#### 10:42",
-    "#### 2 hours 42",
-    "#### 4.2e1",
-    "#### .42",
-    "#### 42,000",
-    "#### 4,2",
-]
+WRONG = ["42", "####", "#### none", "#### 41", "#### 42\n#### 41", "#### 42 ####", "#### -$42"]
+WRONG += ["#### \u221242", "#### 5 + 37", "#### 84/2", "#### 18^(10^9)", "#### 41, 42", "#### 42 or 41"]
+WRONG += ["#### {41, 42}", "#### 1 1 1 42", "#### 10:42", "#### 2 hours 42", "#### 4.2e1", "#### .42"]
+WRONG += ["#### 42,000", "#### 4,2"]
 
 
 def test_gsm8k_accepts_one_number_and_computes_nothing():

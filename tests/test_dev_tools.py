@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import compare
@@ -321,16 +319,11 @@ def test_a_tool_takes_its_command_line(tool, line, words, run_folders, monkeypat
     assert Path("c.png").exists() == ("c.png" in line)
 
 
-def test_planted_changes_no_file_that_git_cannot_restore(tmp_path, capsys, monkeypatch):
+def test_planted_changes_no_file_that_has_changes(tmp_path, capsys, monkeypatch):
     assert planted.main(["no", "such", "bug"]) == 2
     (tmp_path / "reinforce.py").write_text((ROOT / "reinforce.py").read_text())
     monkeypatch.setattr(planted, "ROOT", tmp_path)
     monkeypatch.setattr(planted.Planted, "path", lambda *args: tmp_path / "reinforce.py")
-    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
-    (tmp_path / ".gitignore").write_text("reinforce.py\n")
-    commit(tmp_path)
-    assert planted.main(["no baseline"]) == 2 and "git does not track" in capsys.readouterr().err
-    (tmp_path / ".gitignore").write_text("")
     commit(tmp_path)
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path / "docs")
@@ -372,23 +365,3 @@ def test_sync_writes_nothing_if_a_script_is_damaged(name, change, reason, tmp_pa
     with pytest.raises(SystemExit, match=reason):
         sync.sync(folder)
     assert before == {path: path.read_bytes() for path in folder.rglob("*.py")}
-
-
-# Makefile
-
-
-def test_make_names_the_python_that_is_too_old(tmp_path):
-    """Before it makes an environment, which a later call with another PYTHON would use."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    old = tmp_path / "old_python"
-    old.write_text(f"""#!/bin/sh
-if [ "$1" = -c ]; then exec '{sys.executable}' -c "import sys; sys.version_info = (3, 10); exec(sys.argv[1])" "$2"; fi
-mkdir -p .venv/bin
-ln -sf /bin/true .venv/bin/python
-""")
-    old.chmod(0o755)
-    result = subprocess.run(
-        ["make", ".venv/made", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.returncode == 2 and "need Python 3.11 or newer" in result.stderr
-    assert not (tmp_path / ".venv").exists()

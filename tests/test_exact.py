@@ -6,7 +6,6 @@ from itertools import product
 import common
 import exact
 import grid
-import learn
 import pictures
 import pytest
 import seeds
@@ -15,8 +14,6 @@ from conftest import ROOT, SOURCES
 from exact import RATES, Tree, float64, kl_slopes, make_args, make_rollout, moments, one_token, slopes
 from PIL import Image
 from test_siblings import commit
-
-import toy
 
 
 def test_raft_and_maxrl_ascend_the_same_truncated_log_of_the_pass_rate():
@@ -88,40 +85,6 @@ def test_a_row_of_the_kl_terms_is_what_the_code_computes():
     rows = {tuple(row[x] for x in names): row for row in common.load("exact_kl")}
     cell = (3, 4, "rare", "k3 in the loss")
     assert exact.measure_kl(None, *cell).items() <= rows[cell].items()
-
-
-def test_the_score_after_n_tokens_and_the_thirds_of_a_run():
-    run = {"response_length": [10] * 9, "score": [*range(9)]}
-    for count, expected in ((7, 4), (7.1, 5), (2, 0.5), (100, 6)):
-        assert toy.after_tokens(toy.BATCH * 10 * count, run) == expected
-    assert learn.thirds([1, 2, 3, 4, 5, 6, 7]) == [1.5, 6.5] and learn.thirds([4, 5]) == [4, 5]
-
-
-def test_a_run_of_the_grid_ends_with_its_numbers(tmp_path, monkeypatch):
-    """A mix trains in this process, with two optimizer steps for each rollout."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(grid, "FLAGS", grid.FLAGS | {"num_iterations": 2, "batch_size": 16})
-    row = grid.measure(tmp_path / "run", seed=1, learning_rate=2e-4, advantage="grpo", loss="rloo")
-    assert {*row} == {"score", "score, last 10", "norm clipped", "ratio clipped"}
-    assert row["norm clipped"] in (0.0, 0.25, 0.5, 0.75, 1.0) and row["score"] == row["score, last 10"]
-
-
-def test_the_tables_of_the_grid(capsys):
-    """Means and standard errors over two seeds of made-up rows. Differences are between runs of the same seed."""
-    scores = {("rloo", 1): 0.5, ("rloo", 2): 0.7, ("grpo", 2): 0.9, ("grpo", 1): 0.6}
-    made = {"date": "2026-01-01", "machine": "1 core", "versions": ["torch 1"], "commit": "abc"}
-    rows = [
-        made
-        | {"learning_rate": rate, "loss": loss, "advantage": advantage, "seed": seed}
-        | {"score": score + bonus, "score, last 10": 1.0, "norm clipped": 0.25, "ratio clipped": 0.0}
-        for (advantage, seed), score in scores.items()
-        for rate, loss, bonus in ((2e-4, "gdpo", 0.04), (2e-4, "gspo", 0.0), (5e-4, "gspo", 0.3))
-    ]
-    grid.table(rows)
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    of_grpo = next(line for line in lines if line[0] == "| `grpo`")
-    assert of_grpo[3:] == ["0.790 ± 0.150", "0.750 ± 0.150", "0.770 ± 0.150", "0.150 ± 0.050 |"]
-    assert ["25.0 % (25.0-25.0)"] in (line[4:5] for line in lines)
 
 
 SMALLER = {"learn_baseline": {"count": 5}, "exact_length": {"pace": 1.0}}

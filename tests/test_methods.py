@@ -10,7 +10,6 @@ import tokenizers
 import torch
 import transformers
 from conftest import ROOT, read_jsonl, write_jsonl
-from resume import without_clock
 from zoo import make_model, make_tokenizer, recorded, refused, run, save
 
 import dapo
@@ -225,15 +224,6 @@ def test_advantages_of_process_rewards_equal_the_loops():
     expected = references.spread(references.reinforce_pp_process_advantages(args, rollout), mask)
     result = process.compute_advantages(args, rollout)["advantages"]
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-11)
-
-
-def test_with_one_score_for_a_response_it_is_reinforce_pp(tmp_path):
-    """The runs are equal to the last bit. Some of their responses are truncated."""
-    flags = {"missing_eos_penalty": 0.5, "reward_scale": 2.0, "reward": f"{driver.__file__}:reward"}
-    for name in ("reinforce_pp", "reinforce_pp_process"):
-        run(name, run_dir=tmp_path / name, **flags)
-    lines, expected = (without_clock(folder / "metrics.jsonl") for folder in sorted(tmp_path.iterdir()))
-    assert lines == expected and 0 < lines[0]["truncated"] < 1
 
 
 def test_each_token_has_its_score(tmp_path, monkeypatch, tokenizer):

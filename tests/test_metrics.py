@@ -231,15 +231,6 @@ def test_the_difference_of_a_corrected_run_is_to_the_sampler(tmp_path, monkeypat
     assert line["logprob_difference"] == pytest.approx(0.25, abs=1e-4)
 
 
-def test_a_score_that_rounding_takes_for_the_mean_has_nothing_on_one_side():
-    rollout = {"raw_scores": torch.ones(1025), "response_mask": torch.ones(1025, 1, dtype=torch.bool)}
-    rollout["raw_scores"][0] = 1.00004
-    assert rollout["raw_scores"].mean() == 1
-    rollout |= {"truncated": torch.zeros(1025), "entropy": torch.zeros(1025, 1), "kl": torch.zeros(1025, 1)}
-    args = grpo.Args(batch_size=1025, samples_per_prompt=1, device="cpu")
-    assert not any("/" in name for name in grpo.measure(args, rollout, 0.0, 1.0, 2.0))
-
-
 @pytest.mark.parametrize("name", STAGE_DATA)
 def test_stages(name, tmp_path, monkeypatch):
     """The loops use the outputs of the models in the last of two steps. test_ranks.py tests micro-batches and ranks."""

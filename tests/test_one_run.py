@@ -105,14 +105,6 @@ def test_each_evaluation_uses_the_held_out_reward(seen):
     assert all(line["score"] != 7.0 for line in lines[1:])
 
 
-def test_held_out_rows_without_a_group_are_one_group():
-    args = grpo.Args(device="cpu", batch_size=2, max_response_length=2, eval_samples=2)
-    rows = [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 3
-    ones = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
-    found = grpo.evaluate(args, make_model("llama"), make_tokenizer(), ones, rows)
-    assert found == {"eval/score/all": 1.0, "eval/pass@2/all": 1.0}
-
-
 def test_times_are_those_of_what_they_name(seen):
     """sampling_seconds leaves the reward out. Tokens per second and the time left include reward and update."""
     for calls, line in zip(iterations(seen[0]), read_jsonl(seen[1] / "metrics.jsonl")[1:], strict=True):
@@ -171,14 +163,6 @@ def test_as_many_prompts_as_a_rollout_needs_are_enough(tmp_path):
     rows = [{"prompt": "3 ?"}, {"prompt": "4 ?"}, {"prompt": "3 + " * 2000}]
     data = str(write_jsonl(tmp_path / "data.jsonl", rows))
     assert len(grpo.load_rows(grpo.Args(), data, "train", make_model("llama"), make_tokenizer(), 2)) == 2
-
-
-@pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
-def test_a_score_that_is_no_number_is_refused(score, tmp_path, capsys):
-    """Even if it is the last of a rollout."""
-    (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [1.0] * 15 + [float('{score}')]\n")
-    said = refused(capsys, run, "grpo", reward=f"{tmp_path}/mine.py:f", run_dir=tmp_path / "run")
-    assert "returned [1.0, " in said and "Return one finite number for each of the 16" in said
 
 
 # bfloat16

@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-import resume
 import sync
 import torch
 import transformers
+import zoo
 from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
+from driver import without_clock
 from zoo import make_model, make_tokenizer, recorded, refused, run
 
 import grpo
@@ -47,11 +48,9 @@ def test_a_run_that_is_killed_again_and_again_resumes_to_the_last_bit(flags, tmp
     places += [(grpo, "save_checkpoint"), (torch, "save")]
     for module, name in places:
         call = 2 if name == "save" else 1  # the second checkpoint takes the place of the first
-        assert (
-            resume.run_and_kill(module, name, call, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
-        )
+        assert zoo.run_and_kill(module, name, call, run, "grpo", run_dir=killed, **flags) == -signal.SIGKILL
     run("grpo", run_dir=killed, **flags)
-    resume.assert_same_run(tmp_path / "whole", killed)
+    zoo.assert_same_run(tmp_path / "whole", killed)
 
 
 @pytest.mark.parametrize("script", [*SKELETONS, "grpo_lora"])
@@ -59,20 +58,20 @@ def test_a_run_resumes_after_its_checkpoint(script, flags, tmp_path):
     """It stops in iteration 4, in the middle of a line of the metrics. No line since iteration 2 is logged twice."""
     flags |= {"anneal_lr": True, "warmup_iterations": 3}
     run(script, run_dir=tmp_path / "whole", **flags)
-    with resume.interrupted(importlib.import_module(script), "compute_advantages", call=4):
+    with zoo.interrupted(importlib.import_module(script), "compute_advantages", call=4):
         run(script, run_dir=tmp_path / "parts", **flags)
     metrics = tmp_path / "parts" / "metrics.jsonl"
     assert len([line for line in read_jsonl(metrics) if "score" in line]) == 3
     with metrics.open("a") as file:
         file.write('{"iteration": 4, "sco')
     run(script, run_dir=tmp_path / "parts", **flags)
-    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_run_without_a_checkpoint_starts_again(flags, tmp_path):
     """No line is logged twice, and a file of the user in the folder of the run is left alone."""
     flags |= {"save_every": 0, "run_dir": tmp_path / "run"}
-    with resume.interrupted(grpo, "compute_advantages", call=3):
+    with zoo.interrupted(grpo, "compute_advantages", call=3):
         run("grpo", **flags)
     mine = write_jsonl(tmp_path / "run" / "mine.jsonl", [{"iteration": 9}])
     (tmp_path / "run" / "grpo.py").write_text("# as it was\n")
@@ -89,11 +88,11 @@ def test_a_run_given_more_iterations_becomes_the_longer_run(flags, tmp_path):
     run("grpo", run_dir=tmp_path / "whole", **flags)
     run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
     assert (tmp_path / "parts" / "model").exists()
-    with resume.interrupted(grpo, "save_checkpoint", call=1):
+    with zoo.interrupted(grpo, "save_checkpoint", call=1):
         run("grpo", run_dir=tmp_path / "parts", **flags)
     assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["iteration"] == 4
     run("grpo", run_dir=tmp_path / "parts", **flags)
-    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
@@ -171,7 +170,7 @@ def test_sampled_evaluations_leave_training_alone(flags, tmp_path):
     training = []
     for n, every in ((0, 0), (2, 1)):
         run("grpo", run_dir=tmp_path / f"{n}", **flags | {"eval_samples": n, "eval_every": every})
-        lines = resume.without_clock(tmp_path / f"{n}" / "metrics.jsonl")
+        lines = without_clock(tmp_path / f"{n}" / "metrics.jsonl")
         lines = [{key: x for key, x in line.items() if "eval" not in key} for line in lines]
         training.append([line for line in lines if line["iteration"]])
     assert training[0] == training[1]
@@ -278,7 +277,7 @@ def test_a_resumed_run_is_the_same_if_the_reward_draws_random_numbers(flags, tmp
     run("grpo", run_dir=tmp_path / "parts", **flags | {"num_iterations": 4})
     sys.modules.pop("mine")
     run("grpo", run_dir=tmp_path / "parts", **flags)
-    resume.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 from itertools import product
 
 import compare
@@ -85,14 +84,6 @@ def test_a_reward_model_that_is_trained_on_keeps_its_head():
     assert torch.equal(model.score.weight, saved.score.weight)
 
 
-@pytest.mark.parametrize("own", [None, "max_split_size_mb:512"])
-def test_the_allocator_is_set_before_the_first_tensor_unless_the_user_has_set_it(own, monkeypatch):
-    name = "PYTORCH_ALLOC_CONF"
-    monkeypatch.setenv(name, own) if own else monkeypatch.delenv(name, raising=False)
-    grpo.start_ranks(grpo.Args(device="cpu"))
-    assert os.environ[name] == (own or "expandable_segments:True")
-
-
 # The flags that a user may change in a run that has begun. With another value of any other flag, it is another run.
 FREE = compare.FREE - {"seed", "ranks"} | {"num_iterations", "num_epochs"}
 
@@ -132,16 +123,6 @@ def test_which_flags_a_run_that_has_begun_refuses_to_change(name, tmp_path, caps
     for key, value, words in (("ranks", 2, "ranks 2 (now 1)"), ("script", "other", "is not a run of")):
         path.write_text(json.dumps(json.loads(old) | {key: value}))
         assert words in refused(capsys, begin, first)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_new_folder_is_named_after_script_seed_and_time(name, tmp_path, monkeypatch):
-    """So runs with different seeds that start in the same second use different folders."""
-    monkeypatch.chdir(tmp_path)
-    module, layer = importlib.import_module(name), torch.nn.Linear(2, 2)
-    module.open_run(module.Args(seed=7, device="cpu"), {"policy": layer, "model": layer}, [])
-    [folder] = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(rf"{name}__7__\d{{8}}-\d{{6}}", folder.name)
 
 
 def test_a_file_of_a_run_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):

@@ -2,17 +2,15 @@
 
 import importlib
 import math
-from types import SimpleNamespace
 
 import pytest
-import resume
 import sync
 import tokenizers
 import torch
 import transformers
 import zoo
 from conftest import read_jsonl, write_jsonl
-from zoo import STAGE_DATA, STAGE_MODELS, few, run_stage
+from zoo import STAGE_MODELS, few, run_stage
 
 import dpo
 import reward_model
@@ -146,13 +144,14 @@ def test_an_interrupted_run_resumes_to_the_last_bit_and_a_finished_one_does_noth
     flags |= {"warmup_iterations": 4, "keep_models": True} | zoo.held_out(script.__name__, data, 8)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_stage(script, **flags, run_dir=whole)
-    with resume.interrupted(script, "optimizer_step", call=9):
-        run_stage(script, **flags, run_dir=killed)
+    for name, call in (("log", 11), ("save_model", 1)):  # in iteration 10, before its checkpoint
+        with zoo.interrupted(script, name, call=call):
+            run_stage(script, **flags, run_dir=killed)
+        assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
     with (killed / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 9, "lo')
-    assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 5
+        file.write('{"iteration": 11, "lo')
     run_stage(script, **flags, run_dir=killed)
-    resume.assert_same_run(whole, killed)
+    zoo.assert_same_run(whole, killed)
     lines = read_jsonl(killed / "metrics.jsonl")
     losses = [x["loss"] for x in lines if "loss" in x]
     assert sum(losses[-8:]) < sum(losses[:8])  # the last and the first epoch
@@ -291,46 +290,11 @@ def test_held_out_pairs_are_those_of_the_split_test(name, tmp_path, monkeypatch)
         assert [x["score"] for x in samples[6:]] == evaluated[-1][1][1].T[:3].flatten().tolist()
 
 
-@pytest.mark.parametrize("name", STAGE_DATA)
-def test_a_stage_measures_its_update_alone_and_logs_before_it_saves(name, tmp_path, monkeypatch):
-    module, data, clock, calls = importlib.import_module(name), few(name, 16, tmp_path), [0.0], []
-
-    def watched(call, function):
-        def stand_in(*args):
-            result = function(*args)
-            clock[0] += {"update": 2, "evaluate": 100}.get(call, 0)
-            calls.append((call, args))
-            return result
-
-        return stand_in
-
-    in_order = ("update", "evaluate", "log", "log_samples", "save_model", "save_checkpoint")
-    for call in in_order:
-        monkeypatch.setattr(module, call, watched(call, getattr(module, call)))
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    flags = zoo.held_out(name, data, 8) | {"dataset": data, "batch_size": 8, "num_epochs": 1}
-    run_stage(module, run_dir=tmp_path / "run", **flags)
-    names, (args, *_) = zip(*calls[-6:])
-    assert names == in_order
-    (rate,) = (x for key, x in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1].items() if "_per_" in key)
-    assert rate == (args[3] if name == "sft" else 8) / 2
-
-
 # reward_model.py
 
 
-def test_the_loss_is_the_equation_of_the_docstring():
-    """Differences for which exp() overflows give a finite loss."""
-    chosen, rejected, margins = [1.0, -0.5, 2.0], [0.25, 0.75, -1.0], [0.0, 0.5, 1.5]
-    rows = list(zip(chosen, margins, rejected))
-    expected = [-math.log(1 / (1 + math.exp(-(c - m - r)))) for c, m, r in rows]
-    tensors = [torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, margins)]
-    assert reward_model.preference_loss(*tensors).item() == pytest.approx(sum(expected) / 3, rel=1e-12)
-    args = reward_model.Args(center_rewards_coefficient=0.3)
-    huge = torch.tensor([1000.0, 1000.0, 1000.0, -1000.0])
-    assert reward_model.preference_loss(huge, torch.zeros(4)) == 250.0
-    centers = [0.3 * (c + r) ** 2 for c, _, r in rows]
-    assert reward_model.center_loss(args, *tensors[:2]).item() == pytest.approx(sum(centers) / 3, rel=1e-12)
+def test_a_difference_for_which_exp_overflows_has_a_finite_loss():
+    assert reward_model.preference_loss(torch.tensor([1000.0, -1000.0]), torch.zeros(2)) == 500.0
 
 
 def test_a_text_without_a_prompt_has_one_bos():

@@ -1,29 +1,35 @@
 """Tests of make variant, make patch and make mix: what they write, and that a variant computes what its script does."""
 
+import copy
 import importlib
+import multiprocessing
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
 
 import mix
+import peft
 import pytest
 import sync
 import torch
 import transformers
+import zoo
 from conftest import POLICY_SCRIPTS, ROOT, SOURCES, read_jsonl, write_jsonl
-from resume import without_clock
+from driver import without_clock
 from test_siblings import copy_scripts, edit
-from zoo import record, run
+from torch.testing import assert_close
+from zoo import few, record, recorded, refused, run, run_stage
 
-FEATURES = (
-    "correction",
-    "fsdp",
-    "lora",
-    "tools",
-    "vllm",
-)  # they merge into all scripts; async merges into few
+import flash_reinforce
+import flash_reinforce_async as flash_async
+import grpo_lora
+
+# These merge into all scripts, and async into few.
+FEATURES = ("correction", "fsdp", "lora", "tools", "vllm")
 PAIRS = (("lora", "vllm"), ("tools", "fsdp"), ("vllm", "correction"), ("async", "correction"))
 COMMANDS = {
     "variant": (sync.variant, ("rloo", "lora"), "variants/rloo_lora.py"),
@@ -240,3 +246,205 @@ def test_fsdp_resumes_on_all_ranks(fsdp, folder):
     assert lines[0] == lines[1] and len(lines[0]) == 3
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
     assert torch.equal(model.get_input_embeddings().weight, one["policy"]["model.embed_tokens.weight"])
+
+
+# LoRA: only the adapter is trained, the frozen model is the reference, and the saved model is merged.
+
+OUTPUTS = {"sft": "completion_loss", "dpo": "response_logprobs", "reward_model": "pair_scores"}
+TOY = ROOT / "toy" / "policy"
+load_lm = transformers.AutoModelForCausalLM.from_pretrained
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["grpo", *sync.STAGES])
+def test_only_the_adapter_is_trained_and_the_saved_model_is_merged(
+    name, dtype, tmp_path, monkeypatch, load, capfd
+):
+    """In a reward model, the head is trained too. What is trained is what is saved, in float32."""
+    monkeypatch.setitem(SOURCES, f"{name}_lora", sync.combine(name, ["lora"]))
+    made = load(f"{name}_lora")
+    calls = recorded(monkeypatch, made, "add_adapter")
+    outputs = recorded(monkeypatch, made, OUTPUTS.get(name, "log_distribution"))
+    flags = {"run_dir": tmp_path / "run", "learning_rate": 0.01, "dtype": dtype, "eval_every": 0}
+    if name == "grpo":
+        run(made.__name__, **flags, max_response_length=12, num_iterations=3, kl_coef=0.1)
+        kl = [line["kl"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+        assert abs(kl[0]) < (1e-5 if dtype == "float32" else 0.2) and abs(kl[-1]) > 1e-4
+    else:
+        flags |= {"model": TOY, "dataset": few(name, 24, tmp_path), "batch_size": 8, "num_epochs": 1}
+        run_stage(made, **flags, **({"eval_size": 0} if name == "sft" else {}))
+    assert capfd.readouterr().err == "" and {x.dtype for _, x in outputs} == {torch.float32}
+    [((_, base, *_), model)] = calls
+    trained = {part: x for part, x in model.named_parameters() if x.requires_grad}
+    heads = [part for part in trained if "lora_" not in part]
+    assert len(trained) == 2 * 21 + len(heads) and len(heads) == (name == "reward_model")
+    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    saved = next(iter(checkpoint.values()))
+    assert {*saved} == {*trained} and len(checkpoint["optimizer"]["state"]) == len(trained)
+    for part, x in saved.items():
+        assert x.dtype == torch.float32 and torch.equal(x, trained[part]) and x.any(), part
+    frozen = load_lm(TOY, dtype=dtype).state_dict()
+    for part, x in model.named_parameters():
+        original = part.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert part in trained or "score" in part or torch.equal(x, frozen[original]), part
+
+    # model/ contains the merged model, and model/adapter the adapter for --model.
+    auto_class = getattr(transformers, type(base).__name__)
+    merged = auto_class.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    ids = torch.randint(3, 19, (4, 10))
+    assert_close(merged(ids).logits, model.float()(ids).logits, rtol=1e-4, atol=1e-4)
+    new = made.load_model(made.Args(device="cpu", model=str(TOY)))[0] if heads else load_lm(TOY, dtype=dtype)
+    with_adapter = peft.PeftModel.from_pretrained(new, tmp_path / "run" / "model" / "adapter").float()
+    # In `new`, weights of a reward model are not rounded.
+    atol = 0.1 if heads and dtype == "bfloat16" else 1e-4
+    assert_close(with_adapter(ids).logits, merged(ids).logits, rtol=0.0, atol=atol)
+    with with_adapter.disable_adapter():
+        assert (merged(ids).logits - with_adapter(ids).logits).abs().max() > 1e-3
+
+
+def test_a_run_can_continue_an_earlier_adapter(tmp_path):
+    """It keeps its A, B, rank and alpha. The reference is still --model, so the first KL is not 0."""
+    flags = {"max_response_length": 12, "num_iterations": 2, "learning_rate": 0.01}
+    run("grpo_lora", **flags, lora_rank=4, lora_alpha=2.0, run_dir=tmp_path / "a")
+    adapter = str(tmp_path / "a" / "model" / "adapter")
+    policy = grpo_lora.add_adapter(grpo_lora.Args(adapter=adapter), load_lm(TOY))
+    ids = torch.randint(3, 19, (4, 10))
+    assert_close(policy(ids).logits, load_lm(tmp_path / "a" / "model")(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not any(layer.training for layer in policy.modules())
+    trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
+    assert len(trained) == 2 * 21 and all("lora_" in name and 4 in x.shape for name, x in trained.items())
+
+    run("grpo_lora", **flags, adapter=adapter, run_dir=tmp_path / "b")
+    assert abs(read_jsonl(tmp_path / "b" / "metrics.jsonl")[0]["kl"]) > 1e-3
+
+
+def test_a_run_keeps_what_else_an_earlier_adapter_trains(tmp_path, capsys):
+    """An adapter of peft can have dropout, and train whole layers. A resumed run has their weights again."""
+    config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["norm"], lora_dropout=0.5)
+    peft.get_peft_model(load_lm(TOY), config).save_pretrained(tmp_path / "adapter")
+    flags = {
+        "adapter": tmp_path / "adapter",
+        "max_response_length": 8,
+        "learning_rate": 0.01,
+        "save_every": 1,
+    }
+    run("grpo_lora", **flags, num_iterations=3, run_dir=tmp_path / "whole")
+    assert f"was trained for {TOY}, and not for toy/policy" in capsys.readouterr().out
+    run("grpo_lora", **flags, num_iterations=2, run_dir=tmp_path / "parts")
+    run("grpo_lora", **flags, num_iterations=3, run_dir=tmp_path / "parts")
+    zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert all(line["logprob_difference"] < 1e-5 for line in read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
+
+
+def test_the_reference_of_dpo_is_the_model_without_its_adapter(tmp_path, monkeypatch, load):
+    """This also holds after a resume, when B is no longer 0."""
+    monkeypatch.setitem(SOURCES, "dpo_lora", sync.combine("dpo", ["lora"]))
+    made, plain = load("dpo_lora"), load("dpo")
+    flags = {"batch_size": 8, "eval_every": 0, "learning_rate": 0.01, "dataset": few("dpo", 16, tmp_path)}
+    for epochs in (1, 2):
+        calls = recorded(monkeypatch, made, "all_logprobs")
+        run_stage(made, num_epochs=epochs, **flags, run_dir=tmp_path / "run")
+        (args, _, dataset), ref_logprobs = calls[0]
+        assert torch.equal(ref_logprobs, plain.all_logprobs(args, load_lm(TOY), dataset))
+        assert ref_logprobs.any()
+
+
+# flash_reinforce_async.py: which weights sample, and how a run ends.
+
+FLAGS = {"num_iterations": 5, "micro_batch_size": 4, "learning_rate": 1e-3, "eval_every": 3}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """The folder of a run of flash_reinforce.py on one rank. Datasets are small, because every rank reads them."""
+    folder = tmp_path_factory.mktemp("async")
+    for flag, name, rows in (("dataset", "train", 96), ("eval_dataset", "heldout", 9)):
+        FLAGS[flag] = write_jsonl(folder / f"{name}.jsonl", read_jsonl(ROOT / "toy" / f"{name}.jsonl")[:rows])
+    run("flash_reinforce", **FLAGS, run_dir=folder / "run")
+    return folder / "run"
+
+
+def train(module, ranks: int, run_dir, kill=(None, ""), samplers=1, **flags) -> list[int]:
+    """Run a script on several ranks, which are forks of this process, so that they need not import torch.
+
+    kill names a rank and the function in whose third call it is killed. Return the exit code of each rank.
+    """
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+
+    def start(rank: int):
+        os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", SAMPLER_RANKS=f"{samplers}")
+        os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=port)
+        importlib.reload(module)  # it reads these variables
+        if rank == kill[0]:
+            zoo.stop_in_call(pytest.MonkeyPatch(), module, kill[1], 3, zoo.kill)
+        run(module.__name__, **FLAGS | flags, run_dir=run_dir)
+
+    Process = multiprocessing.get_context("fork").Process
+    processes = [Process(target=start, args=[rank], daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    return [process.exitcode for process in processes]
+
+
+def assert_same_policy(one, other):
+    """Compare all bits of metrics and policies, except times and the metrics that only the variant has."""
+    own = {"tokens_per_second", "sampling_seconds", "reward_seconds", "update_seconds"}
+    own |= {"staleness", "trainer_waited", "sampler_waited"}
+    for line, expected in zip(*(read_jsonl(path / "metrics.jsonl") for path in (one, other)), strict=True):
+        assert {key for key in line.keys() | expected if line.get(key) != expected.get(key)} <= own
+    policies = [torch.load(path / "checkpoint.pt")["policy"] for path in (one, other)]
+    torch.testing.assert_close(*policies, rtol=0, atol=0)
+
+
+def test_without_staleness_it_is_the_parent(parent, tmp_path):
+    """This also holds for two samplers and two trainers, and two ranks of the parent."""
+    assert train(flash_async, 2, tmp_path / "run", staleness=0) == [0, 0]
+    assert_same_policy(tmp_path / "run", parent)
+    assert train(flash_reinforce, 2, tmp_path / "two") == [0, 0]
+    assert train(flash_async, 4, tmp_path / "four", staleness=0, samplers=2) == [0] * 4
+    assert_same_policy(tmp_path / "four", tmp_path / "two")
+
+
+def test_a_rollout_has_the_weights_of_n_updates_ago(parent, tmp_path, monkeypatch):
+    """The run equals a run of the parent that samples with a copy of its old weights."""
+    generate, policies = flash_reinforce.generate, []
+
+    def delayed(args, policy, *others, greedy=False):
+        if not greedy:
+            policies.append(copy.deepcopy(policy))
+            policy = policies[max(0, len(policies) - 3)]
+        return generate(args, policy, *others, greedy=greedy)
+
+    monkeypatch.setattr(flash_reinforce, "generate", delayed)
+    run("flash_reinforce", **FLAGS, run_dir=tmp_path / "delayed")
+    assert train(flash_async, 2, tmp_path / "run", staleness=2) == [0, 0]
+    assert_same_policy(tmp_path / "run", tmp_path / "delayed")
+    _, *metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["staleness"] for line in metrics] == [0, 1, 2, 2, 2]
+    assert 0 < max(line["rejected"] for line in metrics) < 1
+    assert train(flash_async, 2, tmp_path / "run", staleness=2, num_iterations=7) == [0, 0]  # resumed
+    assert [line["staleness"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")[6:]] == [0, 1]
+
+
+@pytest.mark.parametrize("rank, function", [(0, "optimizer_step"), (1, "generate")])
+def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, parent, tmp_path):
+    codes = train(flash_async, 2, tmp_path / "run", (rank, function), staleness=0, save_every=1)
+    assert codes[rank] == -9 and codes[1 - rank] == 1  # it ends with the traceback of gloo
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert train(flash_async, 2, tmp_path / "run", staleness=0) == [0, 0]
+    assert_same_policy(tmp_path / "run", parent)
+
+
+def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
+    parts = "--batch_size 128: cannot be divided evenly (samples per prompt: 1, minibatches: 1, "
+    for trainers, samplers, reason in (
+        (0, 1, "SAMPLER_RANKS=1: Start these and one or more to train with torchrun"),
+        (3, 1, f"{parts}ranks: 3 + 1)"),
+        (1, 3, f"{parts}ranks: 1 + 3)"),
+    ):
+        monkeypatch.setattr(flash_async, "TRAINERS", range(trainers))
+        monkeypatch.setattr(flash_async, "SAMPLERS", range(trainers, trainers + samplers))
+        assert reason in refused(capsys, flash_async.check_args, flash_async.Args(batch_size=128))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, words_of
-from resume import without_clock
+from driver import without_clock
 from zoo import WORDS, make_model, make_tokenizer, refused, save
 
 import grpo
