@@ -26,6 +26,7 @@ from zoo import few, record, recorded, refused, run, run_stage
 
 import flash_reinforce
 import flash_reinforce_async as flash_async
+import grpo_fsdp
 import grpo_lora
 
 # These merge into all scripts, and async into few.
@@ -237,6 +238,16 @@ def test_fsdp_clips_and_saves_as_the_script(fsdp, folder):
     assert all(torch.allclose(x, other[name], rtol=0, atol=1e-6) for name, x in one.items())
 
 
+def test_fsdp_sums_gradients_in_float32(monkeypatch):
+    """In bfloat16, a sum over many ranks would lose digits."""
+    seen, layer = [], torch.nn.Linear(2, 2)
+    layer.set_gradient_divide_factor = layer.set_force_sum_reduction_for_comms = lambda _: None
+    monkeypatch.setattr(grpo_fsdp, "fully_shard", lambda _, mp_policy, **options: seen.append(mp_policy))
+    monkeypatch.setattr(grpo_fsdp.dist, "init_device_mesh", lambda *_: None)
+    grpo_fsdp.shard(grpo_fsdp.Args(dtype="bfloat16", device="cpu"), layer)
+    assert [(x.param_dtype, x.reduce_dtype) for x in seen] == [(torch.bfloat16, torch.float32)]
+
+
 def test_fsdp_resumes_on_all_ranks(fsdp, folder):
     """The checkpoint has whole weights, so it opens without FSDP. The resumed run ends with the same bits."""
     one, other = (torch.load(folder / x / "checkpoint.pt", weights_only=True) for x in ("whole", "resumed"))
@@ -436,6 +447,19 @@ def test_if_a_rank_is_killed_the_other_ends_and_the_run_resumes(rank, function, 
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
     assert train(flash_async, 2, tmp_path / "run", staleness=0) == [0, 0]
     assert_same_policy(tmp_path / "run", parent)
+
+
+def test_rollouts_of_samplers_with_other_longest_prompts_are_padded_on_the_left(monkeypatch):
+    state, seconds = torch.get_rng_state(), (0.0, 0.0)
+
+    def receive(rank):
+        rollout = {"sequences": torch.full((1, 4 + rank), rank), "raw_scores": torch.ones(1)}
+        return {"rollout": rollout, "seconds": seconds, "random_state": state}
+
+    monkeypatch.setattr(flash_async, "SAMPLERS", range(1, 3))
+    monkeypatch.setattr(flash_async, "receive", receive)
+    rollout, *_ = flash_async.receive_rollout(flash_async.Args(device="cpu"))
+    assert rollout["sequences"].tolist() == [[0, 1, 1, 1, 1, 1], [2] * 6]
 
 
 def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
