@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -348,6 +349,7 @@ def load_model(args):
     options = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     is_adapter = Path(args.model, "adapter_config.json").exists()
     check(not is_adapter, f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(not Path(args.model, "args.json").exists(), f"{flag} is a run. Use its model, {args.model}/model.")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
@@ -357,7 +359,7 @@ def load_model(args):
     except (OSError, ValueError) as error:
         place = f"neither loaded from a folder in {os.getcwd()} nor from the Hugging Face Hub"
         reason = " ".join(str(error).split()).partition(". ")[0]
-        check(False, f"{flag}: {place} ({reason:.150}). Of a run, name its folder model/.")
+        check(False, f"{flag}: {place} ({reason:.150}).")
     # transformers fills in missing weights at random, which is right for the head of a policy only.
     lacking = ", ".join({*info["missing_keys"]} - {"score.weight"})
     check(not lacking, f"{flag}: its files lack {lacking:.200}. Save the whole model.")
@@ -450,6 +452,9 @@ def turn_end(tokenizer):
 def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub, name:configuration:split."""
     if not name.endswith(".jsonl"):
+        check(
+            not Path(name).is_file(), f"{flag}: a file must end in .jsonl, with a JSON object in each line."
+        )
         name, _, rest = name.partition(":")
         configuration, _, own_split = rest.partition(":")
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
@@ -538,8 +543,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    rows_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": rows_checksum}
+    dataset_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "dataset_checksum": dataset_checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -591,16 +596,15 @@ def check_folder(run_dir, flags):
         return  # any flag may change
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum"}
-    for name in old | flags:
-        before, now = old.get(name), flags.get(name)
-        if before != now:
-            change = f"{name} {before} (now {now})"
-            remedy = "Use the same flags to resume it, or a new folder."
-            check(name in free, f"--run_dir {run_dir} contains a run with {change}. {remedy}")
-            is_rate = name in lengths and flags["anneal_lr"]
-            jump = "; the learning rate jumps to its new decay" if is_rate else ""
-            say(f"  changed     {change}{jump}")
+    free |= {"micro_batch_size", "gradient_checkpointing", "dataset_checksum"}
+    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
+    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
 
 
 @contextmanager
@@ -679,11 +683,11 @@ def log_samples(run_dir, iteration, dataset, scores):
 def say_result(run_dir, metric, longer):
     """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        folder = os.path.relpath(run_dir)
-        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        folder = shlex.quote(os.path.relpath(run_dir))
+        x = [row[metric] for row in map(json.loads, open(f"{run_dir}/metrics.jsonl")) if metric in row]
         if not x:  # only evaluated
             return
-        tool = "diagnose" if metric == "score" else "plot"
+        tool = "diagnose" if metric == "score" and len(x) >= 5 else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
         began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
         say(f"""

@@ -37,6 +37,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -564,6 +565,7 @@ def load_model(args, name, auto_class):
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
     is_adapter = Path(name, "adapter_config.json").exists()
     check(not is_adapter, f"{flag} is an adapter. Merge it into its model, and save that.")
+    check(not Path(name, "args.json").exists(), f"{flag} is a run. Use its model, {name}/model.")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -572,9 +574,9 @@ def load_model(args, name, auto_class):
         )
     except (OSError, ValueError) as error:
         place = f"neither loaded from a folder in {os.getcwd()} nor from the Hugging Face Hub"
-        hint = "A reward is exact_answer, file.py:function or a reward model. " if is_judge else ""
+        hint = "A reward is exact_answer, file.py:function or a reward model." if is_judge else ""
         reason = " ".join(str(error).split()).partition(". ")[0]
-        check(False, f"{flag}: {place} ({reason:.150}). {hint}Of a run, name its folder model/.")
+        check(False, f"{flag}: {place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
     lacking = ", ".join(info["missing_keys"])
     hint = "Train a reward model with reward_model.py." if is_judge else "Save the whole model."
@@ -659,6 +661,9 @@ def turn_end(tokenizer):
 def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub, name:configuration:split."""
     if not name.endswith(".jsonl"):
+        check(
+            not Path(name).is_file(), f"{flag}: a file must end in .jsonl, with a JSON object in each line."
+        )
         name, _, rest = name.partition(":")
         configuration, _, own_split = rest.partition(":")
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
@@ -695,7 +700,7 @@ def load_rows(args, name, split, policy, tokenizer, min_rows=1):
     kept = [row for row in rows if 1 <= len(row["prompt_ids"]) <= args.max_prompt_length]
     fit = f"{len(kept):,} of {len(rows):,} prompts have 1 to {args.max_prompt_length} tokens"
     say(f"  {'prompts' if split == 'train' else 'held out':12}{name}: {fit}")
-    remedy = "Add prompts, raise --max_prompt_length, or lower --batch_size."
+    remedy = "Raise --max_prompt_length, add prompts, or lower --batch_size."
     check(len(kept) >= min_rows, f"{flag}: {fit}, but {min_rows} are needed. {remedy}")
     longest = max(len(row["prompt_ids"]) for row in kept)
     what = f"--max_response_length {args.max_response_length}: with the longest prompt ({longest} tokens)"
@@ -740,8 +745,16 @@ def load_reward(args, name, rows=()):
     if name == "exact_answer":
         exact_answer([], [row.get("answer") for row in rows])  # refuses a row without an answer
         return exact_answer
+    check(not name.endswith(".py"), f"--reward {name}: name a function of the file, as in {name}:score.")
     if ".py:" in name:
-        return load_function(name)
+        function = load_function(name)
+        names = {"prompts", "completions", "truncated", *set().union(*rows)} - {"prompt"}
+        try:
+            if rows:
+                inspect.signature(function).bind(**dict.fromkeys(names))
+        except TypeError as error:
+            check(False, f"--reward {name}: {error}. A reward is called with {', '.join(sorted(names))}.")
+        return function
     model, tokenizer = load_model(args, name, transformers.AutoModelForSequenceClassification)
     is_right = hasattr(model, "score") and model.config.num_labels == 1
     check(is_right, f"--reward {name}: is no decoder with a head for one score, as reward_model.py makes it.")
@@ -801,13 +814,16 @@ def score(reward, tokenizer, rows, rollout):
     columns["truncated"] = rollout["truncated"].tolist()
     with torch.random.fork_rng(devices=[]):  # `update` draws the same numbers, whatever the reward draws
         result = reward(**columns)
+    what = f"--reward (or --eval_reward): {getattr(reward, '__name__', reward)} returned"
+    remedy = f"Return one finite number for each of the {len(rows)} completions."
     try:
         scores = rollout["old_logprobs"].new_tensor(result)  # of this dtype, on this device
-        is_right = scores.shape == rollout["truncated"].shape and scores.isfinite().all()
     except (TypeError, ValueError, RuntimeError):
-        is_right = False  # no tensor can be made of it
-    remedy = f"Return one finite number for each of the {len(rows)} completions."
-    check(is_right, f"--reward (or --eval_reward) returned {result!r:.100}. {remedy}")
+        check(False, f"{what} {result!r:.100}. {remedy}")
+    is_right = scores.shape == rollout["truncated"].shape
+    check(is_right, f"{what} scores of shape {[*scores.shape]}. {remedy}")
+    first = scores.isfinite().int().argmin()
+    check(scores.isfinite().all(), f"{what} {scores[first]} for completion {first}. {remedy}")
     return scores
 
 
@@ -845,8 +861,8 @@ def open_run(args, state, dataset):
     """Start a run, or resume one and load its checkpoint into state. Return its folder and last iteration."""
     name = Path(__file__).stem
     run_dir = Path(args.run_dir or f"runs/{name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    rows_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
-    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "rows_checksum": rows_checksum}
+    dataset_checksum = zlib.crc32(repr([zlib.crc32(repr(row).encode()) for row in dataset]).encode())
+    flags = vars(args) | {"ranks": WORLD_SIZE, "script": name, "dataset_checksum": dataset_checksum}
     check_folder(run_dir, flags)
     start = 0
     if Path(f"{run_dir}/checkpoint.pt").exists():
@@ -898,16 +914,15 @@ def check_folder(run_dir, flags):
         return  # any flag may change
     lengths = {"num_iterations", "num_epochs"}
     free = {"run_dir", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"} | lengths
-    free |= {"micro_batch_size", "gradient_checkpointing", "rows_checksum"}
-    for name in old | flags:
-        before, now = old.get(name), flags.get(name)
-        if before != now:
-            change = f"{name} {before} (now {now})"
-            remedy = "Use the same flags to resume it, or a new folder."
-            check(name in free, f"--run_dir {run_dir} contains a run with {change}. {remedy}")
-            is_rate = name in lengths and flags["anneal_lr"]
-            jump = "; the learning rate jumps to its new decay" if is_rate else ""
-            say(f"  changed     {change}{jump}")
+    free |= {"micro_batch_size", "gradient_checkpointing", "dataset_checksum"}
+    pairs = {x: (old.get(x), flags.get(x)) for x in old | flags}
+    changed = {x: f"{x} {before} (now {now})" for x, (before, now) in pairs.items() if before != now}
+    others = ", ".join(text for name, text in changed.items() if name not in free)
+    remedy = "Use the same flags to resume it, or a new folder."
+    check(not others, f"--run_dir {run_dir} contains a run with {others}. {remedy}")
+    for name, text in changed.items():
+        is_rate = name in lengths and flags["anneal_lr"]
+        say(f"  changed     {text}{'; the learning rate jumps to its new decay' if is_rate else ''}")
 
 
 @contextmanager
@@ -980,7 +995,7 @@ def log_samples(run_dir, iteration, tokenizer, rows, rollout):
     for row, response, raw_score in zip(rows[::step], responses, rollout["raw_scores"][::step].tolist()):
         prompt = row["prompt"]
         text = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
-        say(f"{raw_score!s:>9.9}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
+        say(f"{raw_score:>9.6}   {text[-24:]:24}  ->  {' '.join(response.split())[-58:]}")
         sample = row | {"iteration": iteration, "response": response, "score": raw_score}
         del sample["prompt_ids"]
         append(f"{run_dir}/samples.jsonl", sample)
@@ -989,11 +1004,11 @@ def log_samples(run_dir, iteration, tokenizer, rows, rollout):
 def say_result(run_dir, metric, longer):
     """Print what a run has reached, and what to do next."""
     if RANK == 0:
-        folder = os.path.relpath(run_dir)
-        x = [row[metric] for row in map(json.loads, open(f"{folder}/metrics.jsonl")) if metric in row]
+        folder = shlex.quote(os.path.relpath(run_dir))
+        x = [row[metric] for row in map(json.loads, open(f"{run_dir}/metrics.jsonl")) if metric in row]
         if not x:  # only evaluated
             return
-        tool = "diagnose" if metric == "score" else "plot"
+        tool = "diagnose" if metric == "score" and len(x) >= 5 else "plot"
         first, last = (sum(part) / max(1, len(part)) for part in (x[:10], x[-10:]))
         began = f"of the first 10: {first:.3g}, of the last 10: " if len(x) > 10 else ""
         say(f"""

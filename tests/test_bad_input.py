@@ -26,6 +26,8 @@ def wrong_number(completions, **columns): return [1.0]
 def none(completions, **columns): return [None] * len(completions)
 def ends_in_inf(completions, **columns): return [1.0] * 15 + [-float("inf")]
 def ends_in_nan(completions, **columns): return [1.0] * 15 + [float("nan")]
+def needs(solution, **columns): return [1.0] * len(solution)
+def one_argument(completions): return [1.0] * len(completions)
 def raises(completions, **columns): raise KeyError("the judge is asleep")
 """
 
@@ -40,6 +42,9 @@ def bad(tmp_path_factory):
     (folder / "broken.jsonl").write_text(f'{good}\n\n{{"prompt": "3 +\n')
     (folder / "latin.jsonl").write_bytes(f'{good}\n{{"prompt": "caf\u00e9 ?"}}\n'.encode("latin-1"))
     (folder / "reward.py").write_text(REWARDS)
+    (folder / "rows.json").write_text("[]")
+    (folder / "run").mkdir()
+    (folder / "run" / "args.json").write_text("{}")
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
     save(folder / "chat", model, tokenizer)
@@ -76,7 +81,18 @@ CASES = {
     "no advantage": ("--reward_clip 0", "--reward_clip 0.0: must be above 0"),
     "a negative learning rate": ("--learning_rate -1", "--learning_rate -1.0: must be 0 or more"),
     "a negative clip": ("--clip_eps -0.5", "--clip_eps -0.5: must be 0 or more"),
-    "a run folder": ("--model {toy}", "--model ", "Of a run, name its folder model/"),
+    "a run folder": ("--model {bad}/run", "--model ", "is a run. Use its model, ", "/run/model"),
+    "a reward without its function": ("--reward {bad}/reward.py", "name a function of the file"),
+    "a column that the reward needs": (
+        "--reward {bad}/reward.py:needs",
+        "'solution'. A reward is",
+        "answer,",
+    ),
+    "columns that the reward refuses": (
+        "--reward {bad}/reward.py:one_argument",
+        "unexpected keyword argument",
+    ),
+    "another ending": ("--dataset {bad}/rows.json", "rows.json: a file must end in .jsonl"),
     "a learning rate of NaN": ("--learning_rate nan", "--learning_rate nan: must be 0 or more"),
     "no rollout": ("--batch_size 0", "--batch_size 0: must be above 0"),
     "no pass": ("--update_epochs 0", "--update_epochs 0: must be above 0"),
@@ -99,12 +115,12 @@ CASES = {
     "a group of one": ("--samples_per_prompt 1", "--samples_per_prompt 1: ", "2 or more"),
     "answer missing": ("--dataset {bad}/no_answer.jsonl", "--reward", '"answer"', "not None"),
     "too few prompts": ("--batch_size 64 --dataset {bad}/few.jsonl", "1 of 1", "8 are", "--batch_size"),
-    "prompts too long": ("--max_prompt_length 2", "0 of 16", "raise --max_prompt_length"),
+    "prompts too long": ("--max_prompt_length 2", "0 of 16", "Raise --max_prompt_length"),
     "beyond the positions": ("--max_response_length 125", "--max_response_length 125: ", "129", "128"),
-    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "[1.0]", "16 completions"),
+    "number of scores": ("--reward {bad}/reward.py:wrong_number", "--reward", "shape [1]", "16 completions"),
     "no scores": ("--reward {bad}/reward.py:none", "--reward", "returned [None", "one finite number"),
-    "infinity at the end": ("--reward {bad}/reward.py:ends_in_inf", "[1.0, ", "number for each of the 16"),
-    "NaN at the end": ("--reward {bad}/reward.py:ends_in_nan", "[1.0, ", "number for each of the 16"),
+    "infinity at the end": ("--reward {bad}/reward.py:ends_in_inf", "returned -inf for completion 15"),
+    "NaN at the end": ("--reward {bad}/reward.py:ends_in_nan", "returned nan for completion 15"),
     "no such function": ("--reward {bad}/reward.py:scor", "reward.py:scor: the file has no function scor"),
     "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
     "policy as reward model": ("--reward {toy}/policy", "its files lack score.weight", "reward_model.py"),

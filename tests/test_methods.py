@@ -269,7 +269,7 @@ def test_a_list_of_another_length_is_refused(tmp_path, capsys):
     )
     flags = {"reward": f"{tmp_path}/wrong.py:lists", "run_dir": tmp_path / "run"}
     said = refused(capsys, run, "reinforce_pp_process", **flags)
-    assert "or a list of one for each token" in said
+    assert "lists of other lengths than `tokens`" in said
 
 
 def test_the_process_rewards_of_the_toy():
