@@ -26,6 +26,7 @@ CASES = {
     "log-probs": lambda i: {"logprob_difference": 0.002, "kl": 5.0 * i},  # which also make the kl wrong
     "first kl": lambda i: {"kl": 3 + i / 20},
     "equal groups": lambda i: {"equal_groups": 0.95 - i / 200},
+    "truncated": lambda i: {"truncated": 0.5 if i > 35 else 0.0},
     "negative kl": lambda i: {"kl": -0.01 * (i - 1)},
     "kl of 0": lambda i: {"kl": 1e-6},
     "falling score": lambda i: {"score": 5 - abs(i - 20) / 10, "eval/score/a": 5 - abs(i - 20) / 5},

@@ -20,6 +20,7 @@ REMEDIES = {
     "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
     "first kl": "Check the temperature and the weights of the reference's log-probs.",
     "equal groups": "If responses to a prompt are identical, sampling is greedy; otherwise check reward and prompts.",
+    "truncated": "Raise --max_response_length. If responses never end, use --missing_eos_penalty 1.",
     "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
     "kl of 0": "If score rises, the reference trains with the policy: copy it first. Or raise --learning_rate.",
     "falling score": "From the start: check signs and which response gets which score. Or lower --learning_rate.",
@@ -30,12 +31,13 @@ REMEDIES = {
 NAMES = {
     "reward": "score", "critic/score/mean": "score",
     "completions/mean_length": "response_length", "response_length/mean": "response_length",
+    "completions/clipped_ratio": "truncated", "response_length/clip_ratio": "truncated",
     "frac_reward_zero_std": "equal_groups", "sampling/sampling_logp_difference/mean": "logprob_difference",
     "kl": "kl", "actor/kl_loss": "kl", "eval_reward": "eval/score/all",
 }  # fmt: skip
 # The metric that a rule reads
-NEEDS = {"log-probs": "logprob_difference", "equal groups": "equal_groups", "held-out": "eval/score"}
-NEEDS |= dict.fromkeys(("first kl", "negative kl", "kl of 0"), "kl")
+NEEDS = {"log-probs": "logprob_difference", "equal groups": "equal_groups", "truncated": "truncated"}
+NEEDS |= {"held-out": "eval/score"} | dict.fromkeys(("first kl", "negative kl", "kl of 0"), "kl")
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
@@ -96,6 +98,8 @@ def findings(flags: dict, rows: list[dict]):
     equal = max(mean(equal[:part]), 0 if rise > noise else mean(equal[-part:]))
     if equal > 0.9:
         yield "equal groups", f"equal_groups is {equal:.2g} at a score of {late:.3g}"
+    if (truncated := mean(values("truncated")[-part:])) > 0.2:
+        yield "truncated", f"truncated is {truncated:.2g} on average in the last {part} iterations"
     if len(rows) < 20:  # the other rules would only see noise
         return
 
@@ -127,7 +131,9 @@ Run = Annotated[Path, tyro.conf.arg(help="run folder, trainer_state.json, or .js
 def main(run: tyro.conf.Positional[Run]) -> None:
     flags, rows = read(run)
     if (count := sum("score" in row for row in rows)) < 5:
-        raise ValueError(f"{run} contains {count} iterations of a policy script. Wait until it contains 5.")
+        raise ValueError(
+            f"{run} contains {count} iterations of a policy script. It needs 5, so train longer."
+        )
     found = [f"{text}. {REMEDIES[name]}" for name, text in findings(flags, rows)]
     nothing = f"No problem found. Metrics do not show everything, so also read the samples of {run}."
     print(*found or [nothing], sep="\n")

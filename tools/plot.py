@@ -3,7 +3,7 @@
     python tools/plot.py runs/a runs/b --out b.png
 
 Each run folder is a line. For sft.py, reward_model.py and dpo.py, the panels are loss, accuracy and margin. Install
-matplotlib with `pip install --group test`.
+matplotlib with `pip install matplotlib`.
 """
 
 import json
@@ -87,7 +87,7 @@ def command(function: Callable, description: str) -> None:
     """Run the main function of a tool. If the input is bad, print the ValueError and exit with code 2."""
     try:
         tyro.cli(function, description=description, use_underscores=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:  # No module named 'matplotlib'
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
