@@ -10,6 +10,7 @@ from conftest import ROOT, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
+import sdpo
 
 TOY = ROOT / "toy"
 GOOD = {"prompt": "3 + 5 ?", "answer": "8"}
@@ -123,6 +124,7 @@ CASES = {
     "NaN at the end": ("--reward {bad}/reward.py:ends_in_nan", "returned nan for completion 15"),
     "no such function": ("--reward {bad}/reward.py:scor", "reward.py:scor: the file has no function scor"),
     "no such file": ("--reward no.py:f", "--reward no.py:f: no file no.py"),
+    "policy as its own reward model": ("--model {toy}/policy --reward {toy}/policy", "error: --reward {toy}"),
     "policy as reward model": ("--reward {toy}/policy", "its files lack score.weight", "reward_model.py"),
     "an encoder as reward model": ("--reward {bad}/encoder", "--reward", "no decoder with a head"),
     "several outputs": ("--reward {bad}/two_labels", "--reward", "a head for one score"),
@@ -142,8 +144,19 @@ def test_refused(case, bad, tmp_path, capsys):
     assert (tmp_path / "run").exists() == (case in AT_THE_FIRST_ROLLOUT)
 
 
-def test_a_scale_of_scores_may_be_negative():
+def test_a_scale_and_a_limit_of_scores_may_be_negative():
     grpo.check_args(grpo.Args(reward_scale=-1.0))
+    sdpo.check_args(sdpo.Args(success_score=-0.5))
+
+
+def test_a_later_rank_waits_before_it_says_what_is_wrong(monkeypatch, capsys):
+    """If a flag is wrong on all ranks, torchrun ends the others before they repeat the line."""
+    waits = []
+    monkeypatch.setattr(grpo.time, "sleep", waits.append)
+    for rank in (0, 1, 7):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        refused(capsys, grpo.check, False, "wrong")
+    assert waits == [0, 1, 5]
 
 
 def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):

@@ -124,6 +124,17 @@ def test_one_rank_says_what_is_wrong(resumed):
     assert "[rank" not in result.stderr and "Error: [" not in result.stderr
 
 
+def test_only_the_toy_has_held_out_prompts_that_were_not_named():
+    for flags, expected in (
+        ({}, "toy/heldout.jsonl"),
+        ({"eval_dataset": "mine.jsonl"}, "mine.jsonl"),
+        ({"dataset": "mine.jsonl"}, None),
+    ):
+        args = grpo.Args(**flags)
+        grpo.check_args(args)
+        assert args.eval_dataset == expected
+
+
 @pytest.mark.parametrize("script", ["grpo", "ppo", *STAGE_DATA])
 def test_settings_of_the_toy_are_named_with_another_model(script, capsys):
     module = importlib.import_module(script)

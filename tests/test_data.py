@@ -1,6 +1,7 @@
 """Tests of data: rows with their types, tokens of texts and chats, the ends of responses, the toy, scripts in data/."""
 
 import json
+import random
 import re
 from collections import Counter
 
@@ -93,6 +94,14 @@ def test_the_template_receives_tools_and_options(tmp_path):
         assert [row["prompt_ids"] for row in found] == [ids_of(begin + OPENED) for begin in begins]
 
 
+def test_a_row_without_tools_gives_the_template_none():
+    """Templates such as Llama 3.1's ask whether tools are none, and write a list of no tools, too."""
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ '=' if tools is not none }} " + CHAT
+    for row in ({}, {"tools": None}):
+        assert grpo.token_ids(tokenizer, [USER], **grpo.template_options(grpo.Args(), row)) == ids_of(OPENED)
+
+
 def test_a_string_is_no_option_of_a_template(capsys):
     """A string "false" would be true for a template."""
     for script in (grpo, sft, reward_model, dpo):
@@ -149,6 +158,16 @@ def test_answers_are_right_and_held_out_prompts_are_held_out():
     for row in pairs[0] + pairs[1]:
         ends = [row[side].endswith(f"answer {chain_value(row['prompt'])}") for side in ("chosen", "rejected")]
         assert ends == [True, False]
+
+
+def test_a_hint_is_right_and_the_response_repeats_it():
+    """toy/hinted learns it, and sdpo.py relies on it. In the demonstrations, most of the guesses are wrong."""
+    demonstrations = read_jsonl(TOY / "demonstrations.jsonl")[:200]
+    rows = make_toy.with_hints(random.Random(0), demonstrations)
+    assert rows[:200] == demonstrations and len(rows) > 300
+    for row in rows[200:]:
+        prompt = row["prompt"].removeprefix(f"{row['completion']} ")
+        assert prompt != row["prompt"] and row["completion"].endswith(f"answer {chain_value(prompt)}")
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gkd"])

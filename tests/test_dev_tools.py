@@ -24,6 +24,8 @@ CASES = {
     "not finite": lambda i: {"grad_norm": float("nan" if i == 30 else 1)},
     "not finite, but large": lambda i: {"score": (-1) ** i * 1e300},
     "log-probs": lambda i: {"logprob_difference": 0.002, "kl": 5.0 * i},  # which also make the kl wrong
+    "log-probs, in some iterations": lambda i: {"logprob_difference": 0.002} if i % 5 == 0 else {},
+    "nothing, except in some iterations": lambda i: {"logprob_difference": 0.002} if i % 10 == 0 else {},
     "first kl": lambda i: {"kl": 3 + i / 20},
     "equal groups": lambda i: {"equal_groups": 0.95 - i / 200},
     "truncated": lambda i: {"truncated": 0.5 if i > 35 else 0.0},
@@ -148,6 +150,20 @@ def test_a_long_group_gets_no_penalty_for_its_length():
     for scores, expected in (([1, 0, 0, 0], 0.75 / 0.5001), ([0, 1, 0, 0], -0.25 / 0.5001)):
         advantages, _ = explain.explain(explain.Args(scores=scores, lengths=(100, 3, 100, 5)), "dapo")
         assert advantages[0, 0].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"samples_per_prompt": 3}, "--samples_per_prompt 3: it must divide the 4 responses"),
+        ({"samples_per_prompt": 0}, "--samples_per_prompt 0: it must divide"),
+        ({"lengths": (3, 5)}, "4 --scores, 2 --lengths: give two or more of each"),
+        ({"lengths": (3, 5, 2, 0)}, "--lengths must be 1 or more"),
+    ],
+)
+def test_groups_that_explain_refuses(flags, words):
+    with pytest.raises(ValueError, match=words):
+        explain.main(explain.Args(**flags))
 
 
 def test_only_a_policy_has_a_tree_of_probabilities(tmp_path):

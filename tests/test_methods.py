@@ -101,6 +101,8 @@ def test_an_update_of_gkd_compares_both_models_at_the_temperature(tmp_path, monk
     """Micro-batches have padded rows. For the comparison, each model reads each response alone."""
     calls = recorded(monkeypatch, gkd, "policy_loss")
     run("gkd", run_dir=tmp_path, temperature=0.7, beta=0.3, num_iterations=1, micro_batch_size=5)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert {*checkpoint} == {"policy", "optimizer", "iteration"}  # and not the teacher, which is frozen
     paths = [ROOT / "toy" / name for name in ("teacher", "policy")]
     models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in paths]
     for (_, batch, _, _, num_tokens), (loss, _) in calls:

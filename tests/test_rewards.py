@@ -213,6 +213,15 @@ def test_reward_files_with_the_name_of_another_module_or_of_each_other(tmp_path,
     assert PathFinder.find_spec("json").origin == json.__file__  # not the file of the reward
 
 
+def test_two_functions_of_a_file_are_of_one_module(tmp_path, monkeypatch):
+    """Also with a relative path. Otherwise a judge that the file loads would be in memory twice."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two_of_one.py").write_text("def f(): pass\ndef g(): pass\n")
+    f, g = (grpo.load_function(f"two_of_one.py:{name}") for name in "fg")
+    assert f.__globals__ is g.__globals__
+
+
 @pytest.mark.parametrize("case", [{"reward": "minus"}, {"reward_zscore": True}, {"missing_eos_penalty": 0.5}])
 def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
     """With other scores, its advantages could have the wrong sign. The corrected command runs in the same folder."""

@@ -155,6 +155,11 @@ def test_n_sampled_responses_to_each_held_out_prompt(monkeypatch):
     assert not metrics
 
 
+def test_the_best_of_more_scores_than_fit_into_a_float():
+    """There are 1e615 sets of 1024 of them. One right score is in half of the sets."""
+    assert grpo.best_of(1024, [1.0] + [0.0] * 2047) == pytest.approx(0.5)
+
+
 def test_an_evaluation_of_few_rows_uses_all_ranks(monkeypatch):
     rows, lengths = [{"prompt": "9 ?", "prompt_ids": [15, 20]}] * 5, []
     monkeypatch.setattr(grpo, "WORLD_SIZE", 3)
@@ -280,6 +285,16 @@ def test_a_resumed_run_is_the_same_if_the_reward_draws_random_numbers(flags, tmp
     zoo.assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_reward_may_change_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "moves.py").write_text(
+        "import os\n\ndef f(completions, **_): return [os.chdir('/') or 1.0 for _ in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = {"model": ROOT / "toy" / "policy", "dataset": ROOT / "toy" / "train.jsonl", "run_dir": "run"}
+    run("grpo", reward="moves.py:f", **flags)
+    assert (tmp_path / "run" / "model").exists()
+
+
 def test_a_broken_file_of_a_run_stays_as_it_is(tmp_path):
     """A run does not overwrite a broken checkpoint or broken flags."""
     run("grpo", run_dir=tmp_path)
@@ -358,6 +373,15 @@ def test_a_checkpoint_counts_as_a_run_without_its_log_and_with_flags_of_another_
     args = json.loads((tmp_path / "args.json").read_text())
     (tmp_path / "args.json").write_text(json.dumps(args | {"dual_clip_c": 3.0}))
     assert "dual_clip_c 3.0 (now None)" in refused(capsys, run, "grpo", **SHORT, run_dir=tmp_path)
+
+
+def test_other_flags_do_not_delete_the_log_of_a_run_without_a_checkpoint(tmp_path, capsys):
+    flags = SHORT | {"save_every": 0, "run_dir": tmp_path}
+    with zoo.interrupted(grpo, "compute_advantages", call=2):
+        run("grpo", **flags)
+    before = files_of(tmp_path)
+    assert "learning_rate" in refused(capsys, run, "grpo", **flags, learning_rate=1.0)
+    assert before == files_of(tmp_path)
 
 
 def test_a_second_process_is_refused(tmp_path, capsys):

@@ -163,7 +163,7 @@ def test_only_rank_0_writes(name, tmp_path, monkeypatch):
     assert waits[0].total_seconds() >= 3600 and sdps == [False]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "ppo"])
 def test_the_optimizer_is_adamw_without_weight_decay(name, tmp_path, monkeypatch):
     module = importlib.import_module(name)
     steps = recorded(monkeypatch, module, "optimizer_step")

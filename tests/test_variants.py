@@ -313,6 +313,12 @@ def test_only_the_adapter_is_trained_and_the_saved_model_is_merged(
         assert (merged(ids).logits - with_adapter(ids).logits).abs().max() > 1e-3
 
 
+def test_an_adapter_is_multiplied_by_alpha_over_rank():
+    policy = grpo_lora.add_adapter(grpo_lora.Args(lora_rank=4, lora_alpha=2.0), load_lm(TOY))
+    layers = [x for x in policy.modules() if isinstance(x, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == 21 and {x.scaling["default"] for x in layers} == {0.5}
+
+
 def test_a_run_can_continue_an_earlier_adapter(tmp_path):
     """It keeps its A, B, rank and alpha. The reference is still --model, so the first KL is not 0."""
     flags = {"max_response_length": 12, "num_iterations": 2, "learning_rate": 0.01}
@@ -433,6 +439,7 @@ def test_a_rollout_has_the_weights_of_n_updates_ago(parent, tmp_path, monkeypatc
     run("flash_reinforce", **FLAGS, run_dir=tmp_path / "delayed")
     assert train(flash_async, 2, tmp_path / "run", staleness=2) == [0, 0]
     assert_same_policy(tmp_path / "run", tmp_path / "delayed")
+    assert train(flash_async, 3, tmp_path / "run", staleness=2, samplers=2) == [2] * 3  # they draw otherwise
     _, *metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["staleness"] for line in metrics] == [0, 1, 2, 2, 2]
     assert 0 < max(line["rejected"] for line in metrics) < 1

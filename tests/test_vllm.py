@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, words_of
+from conftest import ROOT, launch, words_of, write_jsonl
 from driver import without_clock
-from zoo import WORDS, make_model, make_tokenizer, refused, save
+from zoo import WORDS, make_model, make_tokenizer, refused, run, save
 
 import grpo
 import grpo_vllm as script
@@ -110,6 +110,17 @@ def test_two_ranks(small, tmp_path):
 def test_experts_and_recurrent_layers_are_refused(name, capsys):
     """vLLM would go on sampling from old weights of experts on a CPU, and of Mamba layers (vLLM pull request 48284)."""
     assert "experts or Mamba" in refused(capsys, script.start_engine, ARGS, make_model(name), 100)
+
+
+def test_the_engine_has_room_for_the_longest_held_out_prompt(tmp_path, monkeypatch):
+    lengths, files = [], []
+    monkeypatch.setattr(script, "start_engine", lambda *args: sys.exit(lengths.append(args[2])))
+    for prompt in ("3 ?", "1 + 2 + 3 + 4 ?"):
+        files.append(write_jsonl(tmp_path / f"{len(prompt)}.jsonl", [{"prompt": prompt}] * 2))
+    for data, held_out in (files, files[::-1]):
+        with pytest.raises(SystemExit):
+            run("grpo_vllm", dataset=data, eval_dataset=held_out, eval_every=1, run_dir=tmp_path / "run")
+    assert lengths == [8 + 8, 8 + 8]
 
 
 def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
