@@ -362,7 +362,7 @@ class Cache(transformers.DynamicCache):
 def autocast(args):
     """Compute in bfloat16 with --dtype bfloat16. The weights stay float32."""
     is_on = args.dtype == "bfloat16"
-    # In sampling, each weight is cast once for all tokens. In training, a cache would only keep the copies.
+    # Sampling casts each weight once for all tokens. In training, a cache would only keep the copies longer.
     is_cached = not torch.is_grad_enabled()
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, is_on, cache_enabled=is_cached)
 
@@ -580,7 +580,7 @@ def load_model(args, name, auto_class):
     flag = f"--{flags[-1] if is_judge else flags[0]} {name}"
     is_adapter = Path(name, "adapter_config.json").exists()
     check(not is_adapter, f"{flag} is an adapter. Merge it into its model, and save that.")
-    check(not Path(name, "args.json").exists(), f"{flag} is a run. Use its model, {name}/model.")
+    check(not Path(name, "checkpoint.pt").exists(), f"{flag} is a run. Use its model, {name}/model.")
     try:
         # Without trust_remote_code=False, transformers would ask on stdin whether to run code of the model.
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -589,7 +589,9 @@ def load_model(args, name, auto_class):
         )
     except (OSError, ValueError) as error:
         place = f"neither loaded from a folder in {os.getcwd()} nor from the Hugging Face Hub"
-        hint = "A reward is exact_answer, file.py:function or a reward model." if is_judge else ""
+        hint = "Use a folder with config.json and weights, or the id of a model."
+        if is_judge:
+            hint = "A reward is exact_answer, file.py:function or a reward model."
         reason = " ".join(str(error).split()).partition(". ")[0]
         check(False, f"{flag}: {place} ({reason:.150}). {hint}")
     # transformers fills in missing weights at random, such as the score head of a policy used as --reward.
@@ -676,9 +678,7 @@ def turn_end(tokenizer):
 def read_rows(flag, name, split):
     """Return the rows of a .jsonl file, or of a folder or a dataset of the Hub, name:configuration:split."""
     if not name.endswith(".jsonl"):
-        check(
-            not Path(name).is_file(), f"{flag}: a file must end in .jsonl, with a JSON object in each line."
-        )
+        check(not Path(name).is_file(), f"{flag}: must end in .jsonl, and have a JSON object in each line.")
         name, _, rest = name.partition(":")
         configuration, _, own_split = rest.partition(":")
         # Local data is streamed, because the cache of `datasets` may hold an older version of it.
@@ -688,7 +688,7 @@ def read_rows(flag, name, split):
         except (OSError, ValueError) as error:
             remedy = "Give a .jsonl file, a folder, or a dataset of the Hub such as openai/gsm8k:main:train."
             check(False, f"{flag}: not loaded ({error}). {remedy}")
-    check(Path(name).exists(), f"{flag}: no such file in {os.getcwd()}.")
+    check(Path(name).exists(), f"{flag}: no such file in {os.getcwd()}. Give its full path.")
     rows = []
     for number, line in enumerate(open(name, "rb"), 1):
         try:

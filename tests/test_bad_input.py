@@ -45,7 +45,7 @@ def bad(tmp_path_factory):
     (folder / "reward.py").write_text(REWARDS)
     (folder / "rows.json").write_text("[]")
     (folder / "run").mkdir()
-    (folder / "run" / "args.json").write_text("{}")
+    (folder / "run" / "checkpoint.pt").touch()
     model, tokenizer = make_model("llama"), make_tokenizer(chat=True)
     save(folder / "body_only", model.model, tokenizer)
     save(folder / "chat", model, tokenizer)
@@ -93,7 +93,7 @@ CASES = {
         "--reward {bad}/reward.py:one_argument",
         "unexpected keyword argument",
     ),
-    "another ending": ("--dataset {bad}/rows.json", "rows.json: a file must end in .jsonl"),
+    "another ending": ("--dataset {bad}/rows.json", "rows.json: must end in .jsonl"),
     "a learning rate of NaN": ("--learning_rate nan", "--learning_rate nan: must be 0 or more"),
     "no rollout": ("--batch_size 0", "--batch_size 0: must be above 0"),
     "no pass": ("--update_epochs 0", "--update_epochs 0: must be above 0"),
