@@ -430,7 +430,7 @@ def optimizer_step(args, model, optimizer, learning_rate):
         if parameter.grad is not None:  # None (on every rank) if no loss uses this weight
             all_sum(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    remedy = f"If your scores are of usual size, use a learning rate below {learning_rate:g}."
+    remedy = f"Use a learning rate below {learning_rate:g}. If it is low, look for huge weights or scores."
     check(norm.isfinite(), f"the gradient is not finite (norm {norm}). {remedy}")
     optimizer.param_groups[0]["lr"] = learning_rate
     optimizer.step()

@@ -16,16 +16,21 @@ import plot
 import tyro
 
 REMEDIES = {
-    "not finite": "Read the samples and grad_norm before it; check divisions and logs, lower --learning_rate.",
-    "log-probs": "Sampling and training disagree: compare temperature, positions, padding, dropout and weights.",
-    "first kl": "Check the temperature and the weights of the reference's log-probs.",
-    "equal groups": "If responses to a prompt are identical, sampling is greedy; otherwise check reward and prompts.",
-    "truncated": "Raise --max_response_length. If responses never end, use --missing_eos_penalty 1.",
-    "negative kl": "A KL is not negative: check its sign, and that both log-probs are of the same tokens.",
-    "kl of 0": "If score rises, the reference trains with the policy: copy it first. Or raise --learning_rate.",
-    "falling score": "From the start: check signs and which response gets which score. Or lower --learning_rate.",
-    "flat score": "If scores differ, check which response gets which, raise --learning_rate; or take other prompts.",
-    "held-out": "The policy exploits the reward, or memorizes the prompts: raise --kl_coef, improve the reward.",
+    "not finite": "Look at grad_norm and the samples of earlier iterations, and use a lower --learning_rate.",
+    "log-probs": "Sampling and training disagree. Compare temperature, positions, padding, dropout and weights.",
+    "first kl": "Check the temperature and the weights with which the log-probs of the reference are computed.",
+    "equal groups": "If all responses to a prompt are the same, sampling is greedy. Otherwise check the reward, "
+    "and use prompts that the policy solves sometimes.",
+    "truncated": "Use a larger --max_response_length, or --missing_eos_penalty 1 if responses never end.",
+    "negative kl": "A KL cannot be negative, so check its sign, and that both log-probs are of the same tokens.",
+    "kl of 0": "If the score rises, the reference is trained too, so make it a copy of the policy. "
+    "If it does not, use a higher --learning_rate.",
+    "falling score": "If it falls from the start, check the signs, and which response gets which score. "
+    "If it falls later, use a lower --learning_rate.",
+    "flat score": "If the scores of a group differ, check which response gets which score, and use a higher "
+    "--learning_rate. If they do not differ, use easier or harder prompts.",
+    "held-out": "The policy exploits the reward or memorizes the prompts. Use a higher --kl_coef, a better "
+    "reward, or more prompts.",
 }
 # Our names of the metrics that TRL and verl log. Their KL is a mean over tokens, and ours is a sum over a response.
 NAMES = {
