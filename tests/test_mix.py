@@ -66,7 +66,7 @@ def test_each_pair_equals_its_two_scripts_or_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert {loss for _, loss in PAIRS} == {*POLICY_SCRIPTS}
     for name, loss in PAIRS:
-        reason = "its loss has no advantage" if "gkd" in (name, loss) else ""
+        reason = "its loss does not contain an advantage" if "gkd" in (name, loss) else ""
         if not reason and has_kl(name, "advantages") and has_kl(loss, "loss"):
             reason = "both have a KL"
         if reason:

@@ -102,11 +102,15 @@ def test_sync_carries_an_edit_into_every_script(folder):
     of_block = {grpo["policy_loss"]: f"{grpo['policy_loss']}  # edit"}
     requirements = (ROOT / "requirements.txt").read_text()
     pins = re.findall(r"^\w+==[\d.]+", requirements, re.MULTILINE)
-    pins = {pin: f"{pin[:-1]}{9 - int(pin[-1])}" for pin in pins}
+    of_variants = re.search(r'^variants = \["(.*)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    pins = {pin: f"{pin[:-1]}{9 - int(pin[-1])}" for pin in [*pins, of_variants]}
     for old, new in (changes | of_block).items():
         edit(folder / "grpo.py", old, new)
     for old, new in pins.items():
-        edit(folder / "requirements.txt", old, new)
+        if old == of_variants:
+            edit(folder / "pyproject.toml", f'variants = ["{old}"]', f'variants = ["{new}"]')
+        else:
+            edit(folder / "requirements.txt", old, new)
     for _ in range(2):
         assert sync.sync(folder) == 0
         for name, text in SCRIPTS.items():
@@ -121,6 +125,22 @@ def test_sync_carries_an_edit_into_every_script(folder):
     groups, old = ((x / "pyproject.toml").read_text() for x in (folder, ROOT))
     for pin in pins:  # a group with another version keeps it
         assert f'"{pin}"' not in groups and groups.count(f'"{pins[pin]}"') == old.count(f'"{pin}"')
+
+
+def test_sync_keeps_patches_up_to_date(folder, capsys):
+    """So that git applies them, too. A patch that has lost its place is named."""
+    path = folder / "patches" / "dual_clip.patch"
+    neighbor, old = (re.findall(rf"^{x}(    .+)$", path.read_text(), re.MULTILINE)[-1] for x in (" ", "-"))
+    edit(folder / "grpo.py", f"\n{neighbor}\n", f"\n{neighbor}  # edit\n")
+    edit(folder / "grpo.py", "\nimport copy\n", "\nimport bisect\nimport copy\n")
+    assert sync.sync(folder) == 0
+    assert "patches/dual_clip.patch: updated\n" in capsys.readouterr().out
+    assert path.read_text().count("# edit") == 1
+    for x in folder.glob("patches/*.patch"):
+        subprocess.run(["git", "apply", "--check", x], cwd=folder, check=True)
+    edit(folder / "grpo.py", f"\n{old}\n", f"\n{old}  # edit\n")
+    assert sync.sync(folder) == 1
+    assert "dual_clip.patch no longer fits grpo.py" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_committed", [False, True])

@@ -67,7 +67,7 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     mine, theirs = (functions(OWN.findall(sources[x])[1] + "\n\n\n") for x in (name, loss))
     for script, function in ((name, mine), (loss, theirs)):
         if "advantages" not in function["policy_loss"]:
-            raise ValueError(f"{script}: its loss has no advantage to weigh")
+            raise ValueError(f"{script}: its loss does not contain an advantage")
     for x in theirs.keys() - {"policy_loss"}:
         if re.search(rf"\b{x}\(", theirs["policy_loss"]):
             raise ValueError(f"{loss}: its loss calls {x}, and make mix copies policy_loss alone")

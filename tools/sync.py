@@ -9,8 +9,9 @@
 The skeleton is everything except the docstring and the estimator block. Most policy scripts have exactly grpo.py's
 skeleton. The scripts in INSERTS have a few more lines, and variants change some, so an edit is carried line by line. A
 variant also gets its parent's estimator block, a stage (sft.py, reward_model.py, dpo.py) gets the functions that it
-shares with grpo.py, and every script gets the versions of requirements.txt. If an edited line has no place in a script,
-or if only that script has an edit, the script is named and not written, and the exit code is 1.
+shares with grpo.py, and every script gets the versions of requirements.txt and of the group "variants" in
+pyproject.toml. The patches get new line numbers and neighboring lines. If an edited line has no place in a script, or
+if only that script has an edit, the script is named and not written, and the exit code is 1.
 """
 
 import ast
@@ -20,7 +21,9 @@ import pydoc
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import cache
@@ -207,7 +210,7 @@ def carry(mine: str, before: str, after: str, then: str = "") -> tuple[str, list
 
 
 def pin(source: str, requirements: str) -> str:
-    """The source with the versions of requirements.txt in its inline metadata."""
+    """The source with these versions in its inline metadata."""
     header, end, rest = source.partition("\n# ///\n")
     for name, version in re.findall(r"^(\w+)==(\S+)", requirements, re.MULTILINE):
         header = re.sub(f'"{name}==[^"]*"', f'"{name}=={version}"', header)
@@ -248,7 +251,9 @@ def distance(a: str, b: str) -> int:
 def sync(root: Path = ROOT) -> int:
     """Carry an edit of grpo.py, or of requirements.txt, into the other scripts. Returns the exit code."""
     found, scripts, parents, known = paths(root), policy_scripts(root), variants(root), features(root)
+    groups = (root / "pyproject.toml").read_text()
     requirements = (root / "requirements.txt").read_text()
+    requirements += "".join(f"{x}\n" for x in tomllib.loads(groups)["dependency-groups"]["variants"])
     texts = {name: path.read_text() for name, path in found.items()}
     for name, text in texts.items():
         file = found[name].name
@@ -307,9 +312,18 @@ def sync(root: Path = ROOT) -> int:
     for name, path in found.items():
         file = path.relative_to(root)
         if lost[name]:
-            print(f"{file}: not written. These lines have no place in it. Make this edit there by hand:")
+            print(
+                f"{file}: not written. These lines have no place in it. Make this edit there by hand, if it"
+            )
+            print("belongs there. Otherwise commit, and run make sync again:")
         elif own[name]:
-            print(f"{file}: not written. No other script has this edit. Make it in its source, or undo it:")
+            print(
+                f"{file}: not written. Only this script has these lines. Undo them, or make them in grpo.py (in"
+            )
+            print(
+                "the estimator block of a variant: in its parent). If the method needs them, enter their number in"
+            )
+            print("INSERTS in tools/sync.py:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
@@ -319,14 +333,44 @@ def sync(root: Path = ROOT) -> int:
             memory[name] = [OWN.sub("# own", sources[name]), after, block, blocks.get(parents.get(name), "")]
     memory_path.with_suffix(".tmp").write_text(json.dumps(memory))
     memory_path.with_suffix(".tmp").replace(memory_path)  # at once, because a part of it would be of no use
-    groups = before = (root / "pyproject.toml").read_text()
-    new = packages(sources["grpo"])
-    for package, version in packages(texts["grpo"]).items():  # only where a group has the same version
-        groups = groups.replace(f'"{package}{version}"', f'"{package}{new[package]}"')
-    if groups != before:
-        (root / "pyproject.toml").write_text(groups)
+    before = "".join(texts.values())
+    new_groups = groups
+    for package, version in re.findall(r"^(\w+)==(\S+)", requirements, re.MULTILINE):
+        for old in {
+            *re.findall(f'"{package}==([^"]*)"', before)
+        }:  # a group may have another version on purpose
+            new_groups = new_groups.replace(f'"{package}=={old}"', f'"{package}=={version}"')
+    if new_groups != groups:
+        (root / "pyproject.toml").write_text(new_groups)
         print("pyproject.toml: updated")
-    return int(any([*lost.values(), *own.values()]))
+    return int(any([*lost.values(), *own.values(), refresh_patches(root)]))
+
+
+def refresh_patches(root: Path) -> list[str]:
+    """Give patches the line numbers and the neighboring lines of their script. Returns those that no longer fit."""
+    lost = []
+    for name, path in patches(root).items():
+        diff = path.read_text()
+        file = root / re.search(r"^--- a/(.+)$", diff, re.MULTILINE)[1]
+        source, fresh, shift = file.read_text(), diff[: diff.index("\n@@ ") + 1], 0
+        try:
+            for hunk in HUNK.findall(diff):
+                number, first, last, lines = find(source, hunk, f"{path.name} no longer fits {file.name}")
+                end = number + sum(x[0] != "+" for x in lines)
+                here = [f" {line}" for line in source.splitlines(True)]
+                lines = [*here[number - first : number], *lines, *here[end : end + last]]
+                old, new = (sum(x[0] != skip for x in lines) for skip in "+-")
+                start = number - first + 1
+                fresh += "".join([f"@@ -{start},{old} +{start + shift},{new} @@\n", *lines])
+                shift += new - old
+        except ValueError as error:
+            print(f"{error}Change the patch by hand.")
+            lost.append(name)
+            continue
+        if fresh != diff:
+            path.write_text(fresh)
+            print(f"{path.relative_to(root)}: updated")
+    return lost
 
 
 def packages(source: str) -> dict[str, str]:
@@ -338,8 +382,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with more features. If they cannot be combined, raise a ValueError."""
     sources = {name: path.read_text() for name, path in paths(root).items()}
     known, parents = features(root), variants(root)
-    if name not in (*policy_scripts(root), *parents, *STAGES) or {*chosen} - {*known}:
-        raise ValueError(f"SCRIPT must be here or in methods/, and FEATURE one of {', '.join(known)}")
+    check_words(name, (*policy_scripts(root), *parents, *STAGES), chosen, known, "FEATURE")
     script, present, pins = parents.get(name, name), features_of(name, root), packages(sources[name])
     bare = {x: HEADER.sub("", skeleton(sources[x])) for x in (*policy_scripts(root), *parents)}
     text = HEADER.sub("", OWN.sub("# own", sources[name]))
@@ -379,6 +422,17 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
     return header + text.replace("# own", docstring, 1).replace("# own", "".join(block), 1)
 
 
+def check_words(
+    name: str, scripts: Iterable[str], chosen: list[str], known: Iterable[str], what: str
+) -> None:
+    """If a script or a word of `chosen` is unknown, or a word is there twice, raise a ValueError that names it."""
+    for word, words, flag in ((name, scripts, "SCRIPT"), *((x, known, what) for x in chosen)):
+        if word not in words:
+            raise ValueError(f"{flag}={word}: there is none of this name. Use one of {', '.join(words)}")
+    if len({*chosen}) < len(chosen):
+        raise ValueError(f"{what}={','.join(chosen)}: give each name once")
+
+
 def folder_of(name: str) -> str:
     """Where `variant` writes a script with a feature. `sync` updates only those in variants/."""
     return "runs" if name in STAGES else "variants"
@@ -394,18 +448,25 @@ def patches(root: Path = ROOT) -> dict[str, Path]:
     return {path.stem: path for path in sorted(root.glob("patches/*.patch"))}
 
 
+def find(source: str, hunk: str, name: str) -> tuple[int, int, int, list[str]]:
+    """The number of the line where a hunk belongs, the neighbors cut off before and after it, and its other lines.
+
+    These occur once, with as many neighbors as fit. If there is no such place, raise a ValueError.
+    """
+    before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
+    for first, last in sorted(product(range(before.count("\n") + 1), range(after.count("\n") + 1)), key=sum):
+        lines = hunk.splitlines(True)[first : hunk.count("\n") - last]
+        old = "".join(x[1:] for x in lines if x[0] != "+")
+        if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
+            return f"\n{source}".partition(f"\n{old}")[0].count("\n"), first, last, lines
+    raise ValueError(f"{name}: it has no single place for this hunk\n{hunk}")
+
+
 def apply(source: str, diff: str, name: str = "") -> str:
-    """The source with a patch. A hunk goes where its lines occur once, with as much context as fits."""
+    """The source with a patch."""
     for hunk in HUNK.findall(diff):
-        before, after = re.match(r"((?: .*\n)*)", hunk)[0], re.search(r"((?:(?<=\n) .*\n)*)\Z", hunk)[0]
-        cuts = product(range(before.count("\n") + 1), range(after.count("\n") + 1))
-        for first, last in sorted(cuts, key=sum):
-            lines = hunk.splitlines(True)[first : hunk.count("\n") - last]
-            old, new = ("".join(x[1:] for x in lines if x[0] != skip) for skip in "+-")
-            if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
-                break
-        else:
-            raise ValueError(f"{name}: it has no single place for this hunk\n{hunk}")
+        *_, lines = find(source, hunk, name)
+        old, new = ("".join(x[1:] for x in lines if x[0] != skip) for skip in "+-")
         source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
     return source
 
@@ -413,8 +474,7 @@ def apply(source: str, diff: str, name: str = "") -> str:
 def patched(name: str, chosen: list[str], root: Path = ROOT) -> str:
     """The source of a script with patches. If they do not fit, raise a ValueError."""
     known = patches(root)
-    if name not in paths(root) or {*chosen} - {*known} or len({*chosen}) < len(chosen):
-        raise ValueError(f"use a script as SCRIPT, and each PATCH once: {', '.join(known)}")
+    check_words(name, paths(root), chosen, known, "PATCH")
     for pair in product([name, *features_of(name, root), *chosen], chosen):
         if pair in REFUSED:
             raise ValueError(f"{pair[0]} with {pair[1]}: {REFUSED[pair]}")
@@ -462,9 +522,10 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
     """Show how two scripts differ, the method first and the docstring last. Returns the exit code."""
     found = {path.stem: path for path in (root / "runs").glob("*.py")}  # by make mix
     found |= paths(root)
-    if not {a, b} <= {*found}:
-        print(f"error: make diff needs two scripts, and not A={a} B={b}. Use two of {', '.join(found)}")
-        return 2
+    for letter, name in {"A": a, "B": b}.items():
+        if name not in found:
+            print(f"error: {letter}={name}: there is no script of this name. Use one of {', '.join(found)}")
+            return 2
     files = [str(found[name].relative_to(root)) for name in (a, b)]
     text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
     try:
@@ -501,7 +562,7 @@ def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
     path = Path(folder, f"{'_'.join([name, *words])}.py")
     try:
         if (root / path).exists():
-            raise ValueError(f"{path} exists; delete it to make it anew")
+            raise ValueError(f"{path} exists. If you want to replace it, delete it first")
         text = make(name, words, root)
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(started_as(text, name, path))
