@@ -26,7 +26,7 @@ PAGES = README.md docs/*.md patches/*.md
 tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
-# make results: train what has no row in experiments/results/ yet. Three hours, if all rows are deleted.
+# make results: train what has no row in experiments/results/ yet. If all rows are deleted, this takes two hours.
 results: .venv/scripts .venv/group-test
 	for name in "learn.py" "exact.py" "pictures.py train" "toy.py toy_seeds" "toy.py hacking" "toy.py divergences" \
 		"toy.py norms" "toy.py process" grid.py seeds.py; do .venv/bin/python experiments/$$name || exit 1; done

@@ -11,7 +11,7 @@ import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "vectors.json"
-VECTORS = json.loads(PATH.read_text()) if PATH.exists() else {}
+VECTORS = json.loads(PATH.read_text())
 # float32 passes the first tolerance, and a std without GRPO's 1e-4 does not. The second allows another constant.
 TOLERANCE, MISTAKE_TOLERANCE = 2e-5, 5e-5
 MISTAKE_UNIT = 1e-5  # in the file, numbers of mistakes are integers in this unit, which take half the space

@@ -1,5 +1,6 @@
 """Compute vectors.json again, from its rollouts and tests/references.py: python conformance/make_vectors.py
 
+The rollouts are the inputs. They are random numbers that are written in vectors.json alone, and stay as they are.
 A mistake is a change of a case's inputs, or a bug that tests/planted.py plants in references.py. Each case lists the
 mistakes that change its numbers. Of four rollouts, each method uses the fewest that show all mistakes, at least two. A
 method that is grpo with one addition does not list the mistakes of grpo again.

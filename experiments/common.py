@@ -26,11 +26,10 @@ from statistics import fmean as mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests", ".", "methods", "variants")]
 
 import sync  # noqa: E402
-from explain import print_table  # noqa: E402 - this also makes the scripts importable
-from plot import read_jsonl  # noqa: E402
+from plot import print_table, read_jsonl  # noqa: E402
 
 POLICY_SCRIPTS = tuple(sync.policy_scripts())
 MADE = ("commit", "date", "machine", "versions")

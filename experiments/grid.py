@@ -6,24 +6,22 @@ All runs use the same k, no KL, and two optimizer steps per rollout, even if the
 """
 
 import importlib.util
-import math
 import os
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import stdev
 
 import common
 import sync
 import tyro
 from common import ROOT, group_by, load, mean
+from compare import half_interval, interval
 from mix import mixed
 
 ADVANTAGES = ("reinforce", "rloo", "dr_grpo", "reinforce_pp_baseline", "grpo", "remax")
 LOSSES = {"rloo": "sum, no ratio", "reinforce_pp": "token mean", "gdpo": "1/T", "gspo": "gspo"}
 RATES = (2e-4, 5e-4)
 SEEDS = 5
-T_OF_5 = 2.776  # the limit of t for five seeds
 CELLS = [  # if you stop it after whole seeds, the rows are balanced
     {"seed": seed, "learning_rate": rate, "advantage": advantage, "loss": loss}
     for seed, rate, advantage, loss in product(range(1, SEEDS + 1), RATES, ADVANTAGES, LOSSES)
@@ -71,17 +69,16 @@ def means(rows: list[dict], key: str = "score", **cell) -> list[float]:
 
 
 def spread(values: list[float], others: list[float] | None = None) -> str:
-    """The mean over seeds with its standard error. With others, of the differences at the same seed.
+    """The mean over seeds and half of its 95 % interval. With others, of the differences at the same seed.
 
-    A star marks a difference whose 95% interval, from the t distribution, excludes 0.
+    A star marks a difference whose interval excludes 0.
     """
     if others is not None:
         values = [] if values == others else [x - y for x, y in zip(values, others)]
     if len(values) < 2:
         return ""
-    error = stdev(values) / math.sqrt(len(values))
-    star = " *" if others is not None and len(values) == SEEDS and abs(mean(values)) > T_OF_5 * error else ""
-    return f"{round(mean(values), 3) + 0:.3f} ± {error:.3f}{star}"  # + 0: no -0
+    is_beyond = others is not None and abs(mean(values)) > half_interval(values)
+    return f"{interval(values)}{' *' if is_beyond else ''}"
 
 
 def share(rows: list[dict], key: str, **cell) -> str:

@@ -1,6 +1,6 @@
 """The runs and tables of docs/learn.md. experiments/pictures.py draws its pictures.
 
-    python experiments/learn.py        trains the runs that have no row yet, 16 minutes on one core
+    python experiments/learn.py        trains the runs that have no row yet
 
 A row contains means of metrics over the first and the last third of the run, and the choices of the trained policy.
 """

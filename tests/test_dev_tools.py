@@ -215,7 +215,7 @@ def table(capsys, *runs, **flags) -> tuple[dict, str]:
     return lines, said
 
 
-@pytest.mark.parametrize("n", range(1, 31))
+@pytest.mark.parametrize("n", (1, 4, 30))
 def test_quantiles_of_student(n):
     """95 % of the density, summed in small steps, lies between the quantiles."""
     factor = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
@@ -239,7 +239,10 @@ def test_means_intervals_and_differences_by_hand(tmp_path, capsys):
     lines, said = table(capsys, *runs[:3], *runs[4:])  # seed 3 of b is missing
     assert lines["minus `rloo.py"] == ["2", *[f"-0.100 ± {12.706 * 0.02 / 2:.3f}"] * 2]
     lines, said = table(capsys, runs[0], runs[3])  # no seed in common
-    assert lines["minus `rloo.py"] == ["0", "", ""] and "an interval needs two seeds that both have" in said
+    assert (
+        lines["minus `rloo.py"] == ["0", "", ""]
+        and "need two seeds in common for an interval, but have 0" in said
+    )
 
 
 def test_equal_iterations_and_equal_kl(tmp_path, capsys):

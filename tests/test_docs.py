@@ -90,6 +90,19 @@ def test_links_and_targets_of_make_exist(path):
     assert {*re.findall(r"(?:`|^ {4})make ([\w-]+)", text, re.MULTILINE)} <= {*targets}
 
 
+def test_each_metric_that_the_page_describes_is_logged():
+    """test_metrics.py checks that the page describes each metric that is logged."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| (?:\d* \| )?(`.+?) \|", page, re.MULTILINE)
+    names = {
+        re.split(r"/<|/\d|@|`", name)[0]
+        for cell in cells
+        for name in re.findall(r"`([a-z_]+(?:/.*?)?)`", cell)
+    }
+    assert len(names) > 30
+    assert not [name for name in names if not any(f'"{name}' in text for text in SOURCES.values())]
+
+
 def test_the_recipe_for_own_data_runs_as_written(tmp_path):
     page = (ROOT / "docs" / "recipes.md").read_text()
     section = re.search(r"^## Your own data and.*?\n(?=## )", page, re.DOTALL | re.MULTILINE)[0]

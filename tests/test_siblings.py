@@ -259,6 +259,9 @@ def test_an_algorithm_has_its_three_files(name):
     """The script, plain loops in references.py, a section and rows in docs/methods.md and docs/learn.md."""
     title = SCRIPTS[name].partition('"""')[2].partition("\n")[0]
     assert name == "grpo" or title not in SCRIPTS["grpo"], f"{name}.py: it needs its own docstring"
+    assert f"    python {PATHS[name].relative_to(ROOT)}\n" in SCRIPTS[name], (
+        f"{name}.py: it needs its launch line"
+    )
     for function in (f"{name}_advantages", f"{name}_loss"):
         assert hasattr(references, function), f"tests/references.py: add {function}, as plain loops"
     methods = (ROOT / "docs" / "methods.md").read_text()

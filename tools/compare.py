@@ -20,7 +20,6 @@ from typing import Annotated
 
 import plot
 import tyro
-from explain import print_table
 
 # Flags in which the runs of a group may differ. tests/test_seeds.py checks that a run may change them on resume, too.
 FREE = {"seed", "run_dir", "ranks", "eval_every", "log_every", "log_kl", "save_every", "keep_models", "track"}
@@ -70,11 +69,16 @@ def t95(degrees: int) -> float:
     return T95[degrees - 1] if degrees <= len(T95) else 1.96
 
 
+def half_interval(values: list[float]) -> float:
+    """Half of the 95 % interval of the mean of two or more values."""
+    return t95(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
 def interval(values: list[float]) -> str:
     """The mean and, if there are several values, half of its 95 % interval."""
     if len(values) < 2:
         return "".join(f"{value:.3f}" for value in values)
-    return f"{mean(values) + 0:.3f} ± {t95(len(values) - 1) * stdev(values) / math.sqrt(len(values)):.3f}"
+    return f"{round(mean(values), 3) + 0:.3f} ± {half_interval(values):.3f}"  # + 0: no -0
 
 
 # --- runs and groups ---
@@ -169,7 +173,7 @@ def print_results(found: dict) -> None:
         if name in others:
             pairs = [differences(x, name) for x in numbers]
             lines.append([f"minus `{first}`", str(len(pairs[0])), *map(interval, pairs)])
-    print_table(["", "seeds", *heads], lines)
+    plot.print_table(["", "seeds", *heads], lines)
 
 
 def print_notes(found: dict, without: list[Path]) -> None:
@@ -186,7 +190,7 @@ def print_notes(found: dict, without: list[Path]) -> None:
     _, *others = next(iter(found.values()))
     for name in others:
         if (count := len(differences(next(iter(found.values())), name))) < 2:
-            print(f"{name}: an interval needs two seeds that both have, and there are {count}.")
+            print(f"{name} and the first group need two seeds in common for an interval, but have {count}.")
 
 
 Metric = Annotated[str, tyro.conf.arg(help="metric to compare")]

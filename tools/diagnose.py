@@ -95,7 +95,8 @@ def findings(flags: dict, rows: list[dict]):
     tolerance = 1e-3 if flags.get("dtype") == "float32" else 0.05  # of the log-prob of a token
     far = [x for x in values("logprob_difference") if x > tolerance]
     if is_wrong := len(far) > len(rows) / 10:  # then the KL is wrong, too
-        yield "log-probs", f"logprob_difference is up to {max(far):.2g}, above {tolerance:g} {len(far)} times"
+        often = f"in {len(far)} of {len(rows)} iterations"
+        yield "log-probs", f"logprob_difference is above {tolerance:g} {often}, at most {max(far):.2g}"
     kl = 0 if is_wrong or rows[0]["iteration"] > 1 or "teacher" in flags else rows[0].get("kl", 0)
     if abs(kl) > tolerance * rows[0].get("response_length", 0):
         yield "first kl", f"kl is {kl:.2g} at iteration 1, where it must be 0"
@@ -118,7 +119,11 @@ def findings(flags: dict, rows: list[dict]):
     top = max(means)
     if top - means[-1] > max(noise, (top - min(means)) / 2):
         iteration = rows[means.index(top)]["iteration"]
-        yield "falling score", f"score is {top:.3g} from iteration {iteration} on, then {means[-1]:.3g}"
+        until = f"over {part} iterations from iteration {iteration} on"
+        yield (
+            "falling score",
+            f"the mean score {until} is {top:.3g}, and over the last {part} it is {means[-1]:.3g}",
+        )
     elif abs(rise) <= noise and equal <= 0.9:  # equal groups would say why
         yield "flat score", f"score is {early:.3g} at first and {late:.3g} in the end"
     best, iteration = max(held_out, default=(0.0, 0))
@@ -127,7 +132,8 @@ def findings(flags: dict, rows: list[dict]):
         last, half = held_out[-1][0], len(since) // 2
         is_fall = best - last > max((best - held_out[0][0]) / 2, abs(best) / 10)
         if is_fall and mean(since[half:]) >= mean(since[:half]):
-            yield "held-out", f"held-out score falls to {last:.3g} from iteration {iteration} on, not score"
+            fall = f"from {best:.3g} in iteration {iteration} to {last:.3g}"
+            yield "held-out", f"the held-out score has fallen {fall}, while score has not fallen"
 
 
 Run = Annotated[Path, tyro.conf.arg(help="run folder, trainer_state.json, or .jsonl", metavar="RUN")]

@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import math
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -137,15 +136,6 @@ def show(row: torch.Tensor, digits: int = 3) -> str:
     return numbers[0] if len(set(numbers)) == 1 else " ".join(numbers)
 
 
-def print_table(heads: list[str], lines: Iterable[list[str]]) -> None:
-    """Print a Markdown table."""
-    print("\n| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    for line in lines:
-        print("| " + " | ".join(line) + " |")
-    print()
-
-
 def print_group(args: Args) -> None:
     """Print advantage → push of each response's tokens. Scripts with the same numbers share a line."""
     lines, left_out = {}, []
@@ -158,7 +148,9 @@ def print_group(args: Args) -> None:
         cells = tuple(f"{show(advantages[:n])} → {show(push[:n], 4)}" for n, advantages, push in rows)
         lines.setdefault(cells, []).append(f"`{script}`")
     heads = [f"score {score:g}, {length} tokens" for score, length in zip(args.scores, args.lengths)]
-    print_table(["advantage → push", *heads], ([", ".join(same), *cells] for cells, same in lines.items()))
+    plot.print_table(
+        ["advantage → push", *heads], ([", ".join(same), *cells] for cells, same in lines.items())
+    )
     if left_out:
         print(f"Left out: {'; '.join(left_out)}.\n")
 

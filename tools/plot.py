@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +43,15 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
         return json.loads((folder / "args.json").read_text()), list(rows.values())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}: metrics.jsonl or args.json is damaged ({error!r})") from error
+
+
+def print_table(heads: list[str], lines: Iterable[list[str]]) -> None:
+    """Print a Markdown table."""
+    print("\n| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for line in lines:
+        print("| " + " | ".join(line) + " |")
+    print()
 
 
 def draw(runs: dict[str, list[dict]], path: Path):
