@@ -29,7 +29,7 @@ tables: .venv/scripts .venv/group-test
 # make results: train what has no row in experiments/results/ yet. If all rows are deleted, this takes two hours.
 results: .venv/scripts .venv/group-test
 	for name in "learn.py" "exact.py" "pictures.py train" "toy.py toy_seeds" "toy.py hacking" "toy.py divergences" \
-		"toy.py norms" "toy.py process" grid.py seeds.py; do .venv/bin/python experiments/$$name || exit 1; done
+		"toy.py norms" "toy.py process" "toy.py tools" grid.py seeds.py; do .venv/bin/python experiments/$$name || exit 1; done
 
 # make pictures: draw the pictures of README.md and docs/ again.
 pictures: .venv/scripts .venv/group-test

@@ -86,6 +86,13 @@ EXPERIMENTS["process"] = Experiment(
     shared={"eval_reward": "exact_answer"},
 )
 
+SUMS = ("greedy 2 numbers", "greedy 3 numbers", "greedy 4 numbers")  # held-out sums for the calculator
+EXPERIMENTS["tools"] = Experiment(
+    [("reinforce_pp_tools", flags) for flags in ({}, {"max_calls": 0})],
+    seeds=3,
+    columns=last(10, "score", "calls", "response_length") | final(*SUMS),
+)
+
 # The share of optimizer steps whose gradient norm is above --max_grad_norm. The scripts log the mean norm.
 NORMS = '"grad_norm": float(sum(grad_norms)) / len(grad_norms),'
 CLIPPED = '"norm_clipped": sum(float(x > args.max_grad_norm) for x in grad_norms) / len(grad_norms),'
