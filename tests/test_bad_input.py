@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, launch, words_of, write_jsonl
 from zoo import make_model, make_tokenizer, refused, run, save
 
 import grpo
@@ -29,7 +29,7 @@ def ends_in_inf(completions, **columns): return [1.0] * 15 + [-float("inf")]
 def ends_in_nan(completions, **columns): return [1.0] * 15 + [float("nan")]
 def needs(solution, **columns): return [1.0] * len(solution)
 def one_argument(completions): return [1.0] * len(completions)
-def raises(completions, **columns): raise KeyError("the judge is asleep")
+def raises(completions, **columns): raise RuntimeError("the judge is asleep")
 """
 
 
@@ -160,10 +160,19 @@ def test_a_later_rank_waits_before_it_says_what_is_wrong(monkeypatch, capsys):
 
 
 def test_an_exception_of_a_reward_keeps_its_traceback(bad, tmp_path):
-    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run"}
-    with pytest.raises(KeyError, match="asleep") as caught:
-        run("grpo", **flags, reward=f"{bad}/reward.py:raises")
-    assert caught.traceback[-1].name == "raises"
+    flags = {"dataset": bad / "good.jsonl", "run_dir": tmp_path / "run", "reward": f"{bad}/reward.py:raises"}
+    words = words_of(**flags, batch_size=16, num_iterations=1, max_response_length=8, device="cpu")
+    result = launch("grpo.py", *words, check=False, cwd=ROOT)
+    assert result.returncode == 1 and result.stderr.endswith("\nRuntimeError: the judge is asleep\n")
+    assert ", in raises\n" in result.stderr
+
+
+def test_a_model_with_a_state_outside_its_cache_is_refused(capsys):
+    model = make_model("llama")
+    model.config.model_type = "recurrent_gemma"
+    assert "keeps a state outside its cache" in refused(
+        capsys, grpo.check_sampling, grpo.Args(), "--model x", model
+    )
 
 
 def test_ranks_that_differ(tmp_path, monkeypatch, capsys):

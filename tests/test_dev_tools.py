@@ -97,7 +97,7 @@ def test_what_it_finds_in_real_runs():
 TRL = {"reward": 0.2, "completions/mean_length": 100.0, "frac_reward_zero_std": 0.95, "kl": -0.7}
 TRL |= {"eval_reward": 0.3}
 VERL = {"critic/score/mean": 0.2, "response_length/mean": 100.0, "actor/kl_loss": -0.7}
-VERL |= {"val-core/gsm8k/reward/mean@1": 0.3}
+VERL |= {"val-core/gsm8k/reward/mean@4": 0.3, "val-core/gsm8k/reward/best@4/mean": 0.9}
 
 
 def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
@@ -109,6 +109,7 @@ def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
         *found, missing = capsys.readouterr().out.splitlines()
         assert found[0].startswith(first) and any("kl is -70" in text for text in found)
         assert "log-probs (needs logprob_difference)" in missing and "held-out" not in missing
+    assert [x for name, x in diagnose.read(lines)[1][0].items() if "eval/score" in name] == [0.3]
     assert not [*diagnose.findings({}, rows_of(lambda i: {"kl": 4e-5 * 200}))]  # small, but not 0
 
 
@@ -385,3 +386,18 @@ def test_sync_writes_nothing_if_a_script_is_damaged(name, change, reason, tmp_pa
     with pytest.raises(SystemExit, match=reason):
         sync.sync(folder)
     assert before == {path: path.read_bytes() for path in folder.rglob("*.py")}
+
+
+def test_a_short_run_is_told_that_rules_are_missing(tmp_path, capsys):
+    diagnose.main(make_run(tmp_path / "a", 1, lambda i: 0.1 * i, end=7))
+    assert "Not checked yet: the other rules need 20 iterations" in capsys.readouterr().out
+
+
+def test_two_folders_of_one_name_are_two_lines(tmp_path, monkeypatch):
+    drawn, runs = [], []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        runs.append(make_run(tmp_path / name / "run", 1, constant(0.5)))
+    monkeypatch.setattr(plot, "draw", lambda found, path: drawn.append(found))
+    plot.main(tuple(runs))
+    assert len(drawn[0]) == 2

@@ -1,6 +1,8 @@
 """The identities of docs/exact.md, over all groups or responses of a small policy, and the other experiments."""
 
+import json
 import re
+import subprocess
 from itertools import product
 
 import common
@@ -68,6 +70,21 @@ def test_an_experiment_measures_what_has_no_row_and_names_its_commit(tmp_path, m
     common.run_all("mine", [{"x": 4}], lambda _, x: {"y": x * x})
     commits = [row["commit"] for row in common.load("mine")]
     assert commits == [f"{commits[1]}-dirty", *3 * [commits[1]]]
+
+
+def test_a_run_that_fails_is_no_row(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError):
+        common.train(
+            "grpo", {"num_iterations": 1}, tmp_path / "run", lambda source: "import sys; sys.exit(1)"
+        )
+
+
+def test_all_runs_of_the_grid_make_the_same_steps_without_a_kl(tmp_path, monkeypatch):
+    monkeypatch.setattr(grid, "FLAGS", grid.FLAGS | {"num_iterations": 1, "batch_size": 16})
+    monkeypatch.chdir(ROOT)
+    grid.measure(tmp_path / "run", 1, 2e-4, "rloo", "rloo")  # rloo.py makes one step, and has a KL
+    flags = json.loads((tmp_path / "run" / "args.json").read_text())
+    assert (flags["num_minibatches"], flags["kl_coef"]) == (2, 0.0)
 
 
 def test_the_rows_are_those_that_the_pages_show():

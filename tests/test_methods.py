@@ -62,6 +62,13 @@ def test_dapo_trains_on_groups_whose_raw_scores_differ(run_dapo, tokenizer, tmp_
     assert samples and all(sample["prompt"].startswith("3 ") for sample in samples)
 
 
+def test_dapo_draws_further_prompts_at_random(run_dapo, monkeypatch):
+    calls = recorded(monkeypatch, dapo, "generate")
+    run_dapo([f"1 + {i} ?" for i in range(40)], num_iterations=1, max_rollouts=3)
+    prompts = [ids for args, _ in calls[1:] for ids in args[3]]
+    assert len(prompts) == 8 and prompts != sorted(prompts, key=lambda ids: (len(ids), ids))
+
+
 def test_dapo_draws_no_prompt_twice_for_a_batch(run_dapo, monkeypatch):
     """Of 5 prompts, the first rollout uses 4 and the second one the last. Then there is nothing left to draw."""
     calls = recorded(monkeypatch, dapo, "generate")
@@ -95,6 +102,19 @@ def test_loss_and_gradient_of_gkd_equal_the_loops(beta, top_k):
     expected, _ = references.gkd_loss(args, batch, None, 4, 13)
     gradients = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (loss, expected)]
     torch.testing.assert_close([loss, gradients[0]], [expected, gradients[1]], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_teacher_of_gkd_keeps_no_activations_and_computes_in_dtype(dtype, tmp_path, monkeypatch):
+    seen, response_distribution = [], gkd.response_distribution
+
+    def stand_in(*args):
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return response_distribution(*args)
+
+    monkeypatch.setattr(gkd, "response_distribution", stand_in)
+    run("gkd", run_dir=tmp_path / "run", num_iterations=1, dtype=dtype)
+    assert {*seen} == {(is_student, dtype == "bfloat16") for is_student in (True, False)}
 
 
 def test_an_update_of_gkd_compares_both_models_at_the_temperature(tmp_path, monkeypatch):

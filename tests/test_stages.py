@@ -10,7 +10,7 @@ import torch
 import transformers
 import zoo
 from conftest import read_jsonl, write_jsonl
-from zoo import STAGE_MODELS, few, run_stage
+from zoo import STAGE_MODELS, few, make_model, make_tokenizer, run_stage
 
 import dpo
 import reward_model
@@ -412,3 +412,18 @@ def test_pairs_without_a_group_are_in_no_group():
     for script in (reward_model, dpo):
         found = script.accuracies([{"group": "a"}, {"group": None}, {}], torch.tensor([True, False, False]))
         assert found == {"eval/accuracy": 1 / 3, "eval/accuracy/a": 1.0}
+
+
+@pytest.mark.parametrize("script", [sft, dpo], ids=["sft", "dpo"])
+def test_samples_ignore_the_settings_of_the_model(script, tmp_path):
+    model, tokenizer, data = make_model("llama"), make_tokenizer(), few(script.__name__, 8, tmp_path)
+    args = script.Args(dataset=str(data), device="cpu", batch_size=4)
+    if script is sft:
+        args.eval_size = 0
+    given = (args, model, tokenizer) if script is sft else (args, args.dataset, "train", model, tokenizer)
+    rows = script.load_rows(*given)
+    for penalty in (1, 50):
+        model.generation_config.repetition_penalty = float(penalty)
+        script.log_samples(args, tmp_path, penalty, model, tokenizer, rows)
+    responses = [x["response"] for x in read_jsonl(tmp_path / "samples.jsonl")]
+    assert responses[:3] == responses[3:] and any(responses)

@@ -136,6 +136,9 @@ def test_a_stage_with_lora_is_written_to_runs(name, tmp_path):
     assert sync.variant(name, "lora", copies) == 0
     text = (copies / "runs" / f"{name}_lora.py").read_text()
     assert f"    python runs/{name}_lora.py\n" in text and '"peft==' in text and "LoRA," not in text
+    assert {*re.findall(r"(?:python|node \d+) (\S+\.py)", sync.OWN.search(text)[0])} == {
+        f"runs/{name}_lora.py"
+    }
     rate = {"dpo": "5e-6"}.get(name, "1e-4")
     for words in ("--learning_rate ", "a real model needs ", "a real model needs about "):
         assert re.findall(rf"{words}(\de-\d)", text) == [rate], words
@@ -479,3 +482,13 @@ def test_ranks_and_flags_that_do_not_go_together(monkeypatch, capsys):
         monkeypatch.setattr(flash_async, "TRAINERS", range(trainers))
         monkeypatch.setattr(flash_async, "SAMPLERS", range(trainers, trainers + samplers))
         assert reason in refused(capsys, flash_async.check_args, flash_async.Args(batch_size=128))
+
+
+def test_both_sides_of_the_asynchronous_script_wait_for_the_slowest_reward(monkeypatch):
+    waits = []
+    monkeypatch.setattr(flash_async.all_sum, "group", None, raising=False)
+    monkeypatch.setattr(flash_async, "NUM_RANKS", 2)
+    monkeypatch.setattr(flash_async.dist, "init_process_group", lambda *_, timeout: waits.append(timeout))
+    monkeypatch.setattr(flash_async.dist, "new_group", lambda side, timeout, *_, **__: waits.append(timeout))
+    flash_async.start_ranks(flash_async.Args(device="cpu"))
+    assert [x.total_seconds() >= 3600 for x in waits] == [True, True]

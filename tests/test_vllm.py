@@ -124,11 +124,12 @@ def test_the_engine_has_room_for_the_longest_held_out_prompt(tmp_path, monkeypat
 
 
 def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeypatch):
-    """Each prompt has its own seed. Log-probs are computed at the temperature."""
+    """Each prompt has its own seed, and ends at each EOS. Log-probs are computed at the temperature."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "stand_in")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     policy = make_model("qwen2")
     args = dataclasses.replace(ARGS, model=save(tmp_path, policy, TOKENIZER), dtype="bfloat16", batch_size=16)
+    policy.generation_config.eos_token_id = [1, 7]
     script.start_engine(args, policy, 480)
     token_size = 2 * 3 * 2 * 8 * 2  # 3 layers, 2 heads of 8, 2 bytes
     engine = script.start_engine.engine
@@ -139,5 +140,6 @@ def test_the_engine_has_room_for_a_rollout_and_sleeps_after_it(tmp_path, monkeyp
         assert script.generate(args, policy, TOKENIZER, IDS[:2])["old_logprobs"].isfinite().all()
         assert engine.is_asleep
         seeds += [settings.seed for settings in engine.settings]
+        assert all({*settings.stop_token_ids} == {1, 7} for settings in engine.settings)
     assert len({*seeds}) == 4
     monkeypatch.delitem(sys.modules, "vllm")
