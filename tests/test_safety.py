@@ -104,14 +104,14 @@ def test_a_checkpoint_with_code_is_refused(name, tmp_path, monkeypatch):
     assert not (tmp_path / "code ran").exists()
 
 
-@pytest.mark.parametrize("name", sync.paths())
+@pytest.mark.parametrize("name", [*sync.paths(), "explain"])
 def test_each_call_of_a_loader_in_a_script_is_a_safe_one(name):
     """In every script, each loader refuses code and pickles. The tests above run only some scripts."""
-    code = re.sub("#.*", "", SOURCES[name])
+    code = re.sub("#.*", "", SOURCES.get(name) or (ROOT / "tools" / f"{name}.py").read_text())
     code = code.replace("peft.PeftModel.from_pretrained(", "")  # reads pickles with weights_only=True
     count = {x: len(re.findall(x, code)) for x in ("from_pretrained\\(", "trust_remote_code=False")}
     assert len({*count.values()}) == 1 and "use_safetensors=True" in code
-    assert code.count("torch.load(") == code.count("weights_only=True") > 0
+    assert code.count("torch.load(") == code.count("weights_only=True")
     assert not re.search(r"trust_remote_code=True|\bpickle\b|\bexec\(|\bsubprocess\b|os\.system", code)
     assert ("vllm.LLM(" in code) == ('"VLLM_NO_USAGE_STATS": "1"' in code)
 

@@ -94,17 +94,19 @@ def explain(args: Args, script: str):
 @torch.no_grad()
 def next_probs(folder: str | Path, texts: list[str]) -> list[torch.Tensor]:
     """For each text, the probabilities (length, V) of the next token after each of its tokens."""
-    kind = str(transformers.AutoConfig.from_pretrained(folder).architectures)
+    kind = str(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures)
     if "CausalLM" not in kind:
         raise ValueError(f"--model {folder}: it is no policy, because its config.json names {kind}.")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1) for text in texts]
 
 
 def choices(folder: str | Path) -> list[list[float]]:
     """The probability of each token of the responses of GROUP, under the policy in a folder."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = []
     for response, probs in zip(GROUP, next_probs(folder, [f"{PROMPT} {response}" for response in GROUP])):
         ids = tokenizer(response).input_ids
