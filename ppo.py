@@ -18,7 +18,9 @@ prompt, the policy samples a response with the score r. With V = 0 and lambda = 
     V_t    critic's value before token t, 0 after the end  pi_ref    the frozen --model
     V_old  V_t before the update, which A_t and G_t use    rho_t     pi_theta(o_t) / pi_old(o_t)
     beta   kl_coef            lambda  gae_lambda           eps       clip_eps         eps_v  value_clip_eps
+
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (half a minute, score 0.3 to 0.99), or a real model:
+
     python ppo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
     --dataset prompts.jsonl --reward my_reward.py:score --max_response_length 1024 --gradient_checkpointing \
