@@ -16,7 +16,9 @@ k = samples_per_prompt responses with scores r_1 ... r_k. Dynamic sampling repla
     T_i    tokens of response i, including its EOS         pi_old    the policy that sampled the responses
     N_tok  tokens of an optimizer step, on all ranks       eps_*     clip_eps_low, clip_eps_high
     L_max  max_response_length                             L_cache   overlong_buffer
+
 Train a toy model on sums modulo 10 such as "8 + 5 ?" (a minute, score 0.3 to 0.99), or a real model:
+
     python methods/dapo.py
     OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 methods/dapo.py --batch_size 1024 --gradient_checkpointing \
     --dataset prompts.jsonl --micro_batch_size 4 --learning_rate 1e-6 --run_dir runs/a --overlong_buffer 205 \
