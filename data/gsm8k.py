@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import datasets
+import tyro
 
 FOLDER = Path(__file__).parent / "gsm8k"
 TASK = "Think step by step. End with the answer, a number: #### 42"
@@ -50,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

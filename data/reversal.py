@@ -11,6 +11,8 @@ import json
 import random
 from pathlib import Path
 
+import tyro
+
 FOLDER = Path(__file__).parent / "reversal"
 WORDS = """
 apple arm baby bag ball bank bear bed bell bird boat book box boy bread bridge brush bus cake car card cat chair
@@ -82,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

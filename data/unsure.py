@@ -12,6 +12,8 @@ import random
 import sys
 from pathlib import Path
 
+import tyro
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "toy"))
 
@@ -76,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

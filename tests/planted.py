@@ -126,6 +126,8 @@ def tests_pass(tests: str, bug: Planted | None = None) -> bool:
 def check(only: str = "", tests: str = "") -> int:
     """Plant the bugs, two at a time. Returns the exit code."""
     bugs = [bug for bug in BUGS.values() if only in bug.name and tests in bug.tests]
+    if not bugs:
+        raise SystemExit(f"error: no bug has {only!r} in its name and {tests!r} in its tests")
     if not VLLM.exists():
         bugs = [bug for bug in bugs if "-m vllm" not in bug.tests]
     files = list(dict.fromkeys(bug.tests for bug in bugs))

@@ -270,6 +270,10 @@ def test_an_algorithm_has_its_three_files(name):
     for function in (f"{name}_advantages", f"{name}_loss"):
         assert hasattr(references, function), f"tests/references.py: add {function}, as plain loops"
     methods = (ROOT / "docs" / "methods.md").read_text()
+    for heading in ("Advantages", "Losses", "What a method costs"):
+        section = methods.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        rows = " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+        assert f"`{name}`" in rows, f"docs/methods.md: no row of {heading} names {name}"
     command = rf"\n### {name}\n\n.*`make diff A=\w+ B={name}`"
     assert re.search(command, methods), f"docs/methods.md: add a section ### {name} with its `make diff` line"
     assert f"\n| [`{name}`](#{name}) |" in methods, "docs/methods.md: run make tables"

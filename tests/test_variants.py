@@ -62,7 +62,7 @@ def test_a_file_is_written_once_and_not_overwritten(command, tmp_path, capsys):
     assert f"    python {path}\n" in made and path in capsys.readouterr().out
     (folder / path).write_text("# mine\n")
     assert function(*words, root=folder) == 2
-    assert capsys.readouterr().out.startswith(f"error: {path} exists")
+    assert capsys.readouterr().err.startswith(f"error: {path} exists")
     assert (folder / path).read_text() == "# mine\n"
     (folder / path).unlink()
     assert function(*words, root=folder) == 0 and (folder / path).read_text() == made
@@ -80,7 +80,7 @@ def test_a_hunk_of_a_patch_has_one_place():
     assert sync.apply(source, "@@ @@\n-x\n+y\n bx\n") == "a\nx\nb\ny\nbx\n"
     assert sync.apply("ax\nx\n", "@@ @@\n-x\n+y\n") == "ax\ny\n"
     for hunk in ("-x\n+y\n", "-z\n+y\n"):
-        with pytest.raises(ValueError, match="mine: it has no single place"):
+        with pytest.raises(ValueError, match="mine: the script has no single place"):
             sync.apply(source, f"@@ @@\n{hunk}", "mine")
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
     cases = "distill tools, sdpo correction, rloo process, rloo lora, sft fsdp, rloo nothing, no lora"
     for case in cases.split(", "):
         assert sync.variant(*case.split(), copies) == 2
-        assert capsys.readouterr().out.startswith("error: ")
+        assert capsys.readouterr().err.startswith("error: ")
     assert not (copies / "variants" / "rloo_lora.py").exists()
     for pair in (["async", "vllm"], ["vllm", "async"]):
         with pytest.raises(ValueError, match="every rank would start an engine"):

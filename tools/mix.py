@@ -56,10 +56,12 @@ def mixed(name: str, chosen: list[str], root: Path = ROOT) -> str:
     sources = {x: found[x].read_text() for x in policy_scripts(root)}
     [loss, *others] = chosen
     if wrong := [x for x in (name, *chosen) if x not in sources]:
-        raise ValueError(f"{wrong[0]} is no policy script here or in methods/. Use {', '.join(sources)}")
+        flag, names = "ADVANTAGE" if wrong[0] == name else "LOSS", ", ".join(sources)
+        raise ValueError(f"{flag}={wrong[0]}: there is no policy script of this name. Use one of {names}")
     if others or name == loss:
-        given = f"{name}, {','.join(chosen)}"
-        raise ValueError(f"use two different policy scripts as ADVANTAGE and LOSS, and not {given}")
+        raise ValueError(
+            f"ADVANTAGE={name} LOSS={','.join(chosen)}: give one script for each, and not the same"
+        )
     if skeleton(sources[loss]) != skeleton(sources[inserting(loss) or "grpo"]):
         remedy = "Mix the methods without it, and use make patch SCRIPT=... on the mix"
         raise ValueError(f"{loss}: it has a patch with lines outside its estimator block. {remedy}")

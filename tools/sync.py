@@ -312,18 +312,12 @@ def sync(root: Path = ROOT) -> int:
     for name, path in found.items():
         file = path.relative_to(root)
         if lost[name]:
-            print(
-                f"{file}: not written. These lines have no place in it. Make this edit there by hand, if it"
-            )
-            print("belongs there. Otherwise commit, and run make sync again:")
+            remedy = "If it needs this edit, make it there by hand. If not, commit, and run make sync again"
+            print(f"{file}: not written. These lines have no place in it. {remedy}:")
         elif own[name]:
-            print(
-                f"{file}: not written. Only this script has these lines. Undo them, or make them in grpo.py (in"
-            )
-            print(
-                "the estimator block of a variant: in its parent). If the method needs them, enter their number in"
-            )
-            print("INSERTS in tools/sync.py:")
+            remedy = "Undo them, or make them in grpo.py (or, in a variant's estimator block, in its parent)"
+            print(f"{file}: not written. Only this script has these lines. {remedy}.")
+            print("If the method needs them, enter their number in INSERTS in tools/sync.py:")
         elif sources[name] != texts[name]:
             path.write_text(sources[name])
             print(f"{file}: updated")
@@ -370,6 +364,13 @@ def refresh_patches(root: Path) -> list[str]:
         if fresh != diff:
             path.write_text(fresh)
             print(f"{path.relative_to(root)}: updated")
+    for path in sorted(root.glob("variants/*.patch")):  # a feature of a stage
+        name, _, feature = path.stem.rpartition("_")
+        try:
+            combine(name, [feature], root)
+        except ValueError as error:
+            print(f"{error}Change variants/{path.name} by hand.")
+            lost.append(path.stem)
     return lost
 
 
@@ -391,7 +392,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         for other in (*halves, *present):
             reason = REFUSED.get((other, feature)) or REFUSED.get((feature, other))
             if reason or other == feature:
-                raise ValueError(f"{other} with {feature}: {reason or 'it has this feature already'}")
+                raise ValueError(f"{other} with {feature}: {reason or f'{name}.py has this feature already'}")
         variant, parent = known[feature], parents[known[feature]]
         if feature in ESTIMATOR_LINES:
             raise ValueError(f"{feature} changes the estimator of {parent}.py: use SCRIPT={variant}")
@@ -399,7 +400,7 @@ def combine(name: str, chosen: list[str], root: Path = ROOT) -> str:
         if name in STAGES:  # it replaces the lost lines
             path = root / "variants" / f"{name}_{feature}.patch"
             if not path.exists():
-                raise ValueError(f"{name} with {feature}: only policy scripts have it")
+                raise ValueError(f"{name} with {feature}: only policy scripts can have this feature")
             text, lost = apply(text, path.read_text(), f"{path.name} does not fit {name}.py"), []
         # If both change a default, the script keeps its own.
         lost = [x for x in lost if not re.fullmatch(r" +-    \w+: .* = .*\n +\+    \w+: .* = .*\n", x)]
@@ -428,7 +429,11 @@ def check_words(
     """If a script or a word of `chosen` is unknown, or a word is there twice, raise a ValueError that names it."""
     for word, words, flag in ((name, scripts, "SCRIPT"), *((x, known, what) for x in chosen)):
         if word not in words:
-            raise ValueError(f"{flag}={word}: there is none of this name. Use one of {', '.join(words)}")
+            is_private = flag == "SCRIPT" and (ROOT / "runs" / f"{word}.py").exists()
+            remedy = f"Use one of {', '.join(words)}"
+            if is_private:
+                remedy = "A script in runs/ is a private copy. Make the mix with TO=methods"
+            raise ValueError(f"{flag}={word}: there is no {flag.lower()} of this name. {remedy}")
     if len({*chosen}) < len(chosen):
         raise ValueError(f"{what}={','.join(chosen)}: give each name once")
 
@@ -459,7 +464,7 @@ def find(source: str, hunk: str, name: str) -> tuple[int, int, int, list[str]]:
         old = "".join(x[1:] for x in lines if x[0] != "+")
         if old and f"\n{source}".count(f"\n{old}") == 1:  # whole lines
             return f"\n{source}".partition(f"\n{old}")[0].count("\n"), first, last, lines
-    raise ValueError(f"{name}: it has no single place for this hunk\n{hunk}")
+    raise ValueError(f"{name}: the script has no single place for this hunk\n{hunk}")
 
 
 def apply(source: str, diff: str, name: str = "") -> str:
@@ -524,14 +529,15 @@ def diff(a: str = "", b: str = "", root: Path = ROOT) -> int:
     found |= paths(root)
     for letter, name in {"A": a, "B": b}.items():
         if name not in found:
-            print(f"error: {letter}={name}: there is no script of this name. Use one of {', '.join(found)}")
+            remedy = f"Use one of {', '.join(found)}"
+            print(f"error: {letter}={name}: there is no script of this name. {remedy}", file=sys.stderr)
             return 2
     files = [str(found[name].relative_to(root)) for name in (a, b)]
     text = git(root, "diff", "--no-index", "--no-ext-diff", "--no-color", *files)
     try:
         of_line = [kinds(found[name].read_text(), file) for name, file in zip((a, b), files)]
     except SyntaxError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
     hunks, counts = defaultdict(str), defaultdict(Counter)
     for match in re.finditer(r"^@@ -(\d+)\S* \+(\d+).*\n((?:[ +\\-].*\n)+)", text, re.MULTILINE):
@@ -567,7 +573,7 @@ def write(make, name: str, chosen: str, folder: str, root: Path) -> int:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(started_as(text, name, path))
     except (OSError, ValueError) as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{path}: start it from the top folder, python {path}")
     return 0
