@@ -1,4 +1,6 @@
 PYTHON ?= python3
+# The Python of tools that need no packages
+TOOL = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
 
 # make: show this list.
 help:
@@ -27,9 +29,12 @@ tables: .venv/scripts .venv/group-test
 	$(COG) -r $(PAGES)
 
 # make results: train what has no row in experiments/results/ yet. If all rows are deleted, this takes two hours.
-results: .venv/scripts .venv/group-test
+results: .venv/scripts .venv/group-test experiments/results/demo.txt
 	for name in "learn.py" "exact.py" "pictures.py train" "toy.py toy_seeds" "toy.py hacking" "toy.py divergences" \
 		"toy.py norms" "toy.py process" "toy.py tools" grid.py seeds.py; do .venv/bin/python experiments/$$name || exit 1; done
+
+experiments/results/demo.txt:
+	.venv/bin/python reinforce.py --device cpu | grep -A 1 "^held out" > $@
 
 # make pictures: draw the pictures of README.md and docs/ again.
 pictures: .venv/scripts .venv/group-test
@@ -83,25 +88,25 @@ test-docs: docs .venv/group-web .venv/scripts
 
 # make variant SCRIPT=rloo FEATURE=lora: write variants/rloo_lora.py, with the feature of grpo_lora.py.
 variant:
-	@$(PYTHON) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(FEATURE),$(error give a feature: FEATURE=lora))"
+	@$(TOOL) tools/sync.py variant $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(FEATURE),$(error give a feature: FEATURE=lora))"
 
 # make patch SCRIPT=rloo PATCH=entropy_bonus: write runs/rloo_entropy_bonus.py, with that patch of patches/.
 # TO=folder names another folder.
 patch:
-	@$(PYTHON) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(PATCH),$(error give a patch: PATCH=entropy_bonus))" "$(or $(TO),runs)"
+	@$(TOOL) tools/sync.py patch $(or $(SCRIPT),$(error give a script: SCRIPT=rloo)) "$(or $(PATCH),$(error give a patch: PATCH=entropy_bonus))" "$(or $(TO),runs)"
 
 # make mix ADVANTAGE=rloo LOSS=dapo: write runs/rloo_dapo.py, which is rloo.py with the loss of dapo.py.
 # TO=methods makes it a script that make variant and make patch take.
 mix:
-	@$(PYTHON) tools/mix.py "$(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo))" "$(or $(LOSS),$(error give a script: LOSS=dapo))" "$(or $(TO),runs)"
+	@$(TOOL) tools/mix.py "$(or $(ADVANTAGE),$(error give a script: ADVANTAGE=rloo))" "$(or $(LOSS),$(error give a script: LOSS=dapo))" "$(or $(TO),runs)"
 
 # make sync: carry an edit of grpo.py's skeleton, or of requirements.txt, into the other scripts.
 sync:
-	@$(PYTHON) tools/sync.py
+	@$(TOOL) tools/sync.py
 
 # make diff A=grpo B=rloo: show how two scripts differ, the method first.
 diff:
-	@$(PYTHON) tools/sync.py diff "$(A)" "$(B)"
+	@$(TOOL) tools/sync.py diff "$(A)" "$(B)"
 
 # An environment, the packages of the scripts, and a group of pyproject.toml. The stamps are newer than their source, so
 # a second call installs nothing. A step that was interrupted has no stamp and starts again. --group needs pip 25.1.

@@ -4,6 +4,8 @@ An experiment is a list of cells, dicts such as {"script": "grpo", "seed": 1}, a
 `run_all` adds a row with the cell and the numbers to results/<name>.jsonl. The line above a group of rows says what
 made them. If an experiment is interrupted, the next call continues it. The pages show tables of the rows, which cog
 fills.
+
+    python experiments/common.py        lists the commits of all rows, and which scripts have changed since
 """
 
 import dataclasses
@@ -181,3 +183,32 @@ def table(heads: list[str], lines: Iterable[list[str]], rows: Iterable[dict] = (
     print_table(heads, lines)
     if rows:
         print_provenance(rows)
+
+
+def code_of(source: str, part: str) -> list[str]:
+    """The code and flags of a part of a script, without comments."""
+    lines = zip(source.splitlines(), sync.kinds(source))
+    return [
+        line.partition("  # ")[0] for line, (its_part, kind) in lines if its_part == part and kind != "text"
+    ]
+
+
+def print_changes() -> None:
+    """For each commit of a row, print its files, and the scripts whose code has changed since."""
+    commits = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for row in load(path.stem):
+            commits.setdefault(row["commit"], {})[path.stem] = None
+    for commit, files in commits.items():
+        print(f"{commit}: {', '.join(files)}")
+        for part in ("method", "rest"):
+            names = []
+            for name, path in sync.paths().items():
+                then = sync.git(ROOT, "show", f"{commit}:./{path.relative_to(ROOT)}")
+                names += [name] * (code_of(then, part) != code_of(path.read_text(), part))
+            title = {"method": "estimator block", "rest": "rest of the script"}[part]
+            print(f"    changed since, {title}: {', '.join(names) or 'none'}")
+
+
+if __name__ == "__main__":
+    print_changes()

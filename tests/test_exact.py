@@ -72,6 +72,22 @@ def test_an_experiment_measures_what_has_no_row_and_names_its_commit(tmp_path, m
     assert commits == [f"{commits[1]}-dirty", *3 * [commits[1]]]
 
 
+def test_changes_of_a_script_are_those_of_its_code():
+    source = SOURCES["rloo"]
+    lines = {"others = (groups": "others = +(groups", "view(-1, 1)  # (B, 1)": "view(-1, 1)  # (B,)"}
+    for old, new in (lines | {'"""Return {"adv': '"""Give {"adv'}).items():
+        assert source.count(old) == 1
+        found = [common.code_of(x, "method") for x in (source, source.replace(old, new))]
+        assert (found[0] != found[1]) == ("+" in new) and len(found[0]) > 10
+
+
+def test_the_commits_of_rows_are_listed_with_the_scripts_that_have_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    common.save("mine", [dict.fromkeys(common.MADE, "HEAD")])
+    common.print_changes()
+    assert capsys.readouterr().out.startswith("HEAD: mine\n    changed since, estimator block: ")
+
+
 def test_a_run_that_fails_is_no_row(tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         common.train(

@@ -143,6 +143,15 @@ def test_sync_keeps_patches_up_to_date(folder, capsys):
     assert "dual_clip.patch no longer fits grpo.py" in capsys.readouterr().out
 
 
+def test_sync_names_a_feature_of_a_stage_that_no_longer_fits(folder, capsys):
+    shutil.copy(ROOT / "variants" / "sft_lora.patch", folder / "variants")
+    assert sync.sync(folder) == 0
+    line = "policy, tokenizer = load_model(args, args.model, transformers.AutoModelForCausalLM)\n"
+    edit(folder / "sft.py", line, line.replace("policy, ", "policy , "))
+    assert sync.sync(folder) == 1
+    assert "Change variants/sft_lora.patch by hand." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_sync_follows_one_edit_after_the_other(is_committed, folder):
     """Whether or not they are committed in between, and also when the edit is undone. So does a variant's block."""
