@@ -97,7 +97,7 @@ def test_what_it_finds_in_real_runs():
 TRL = {"reward": 0.2, "completions/mean_length": 100.0, "frac_reward_zero_std": 0.95, "kl": -0.7}
 TRL |= {"eval_reward": 0.3}
 VERL = {"critic/score/mean": 0.2, "response_length/mean": 100.0, "actor/kl_loss": -0.7}
-VERL |= {"val-core/gsm8k/reward/mean@4": 0.3, "val-core/gsm8k/reward/best@4/mean": 0.9}
+VERL |= {"val-core/gsm8k/reward/mean@4": 0.3, "val-core/gsm8k/reward/best@4/mean": 0.9, "actor/ppo_kl": 0.0}
 
 
 def test_logs_of_trl_and_verl_are_read_by_a_table_of_names(tmp_path, capsys):
@@ -401,3 +401,9 @@ def test_two_folders_of_one_name_are_two_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "draw", lambda found, path: drawn.append(found))
     plot.main(tuple(runs))
     assert len(drawn[0]) == 2
+
+
+def test_runs_of_other_lengths_are_other_groups(tmp_path):
+    flags = [{"seed": 1, "script": "grpo", "anneal_lr": True, "num_iterations": n} for n in (80, 160)]
+    groups = compare.group([compare.Run(tmp_path, x, "", {}, 80) for x in flags])
+    assert [*groups] == ["grpo.py --num_iterations 80", "grpo.py --num_iterations 160"]

@@ -67,6 +67,7 @@ def test_an_experiment_measures_what_has_no_row_and_names_its_commit(tmp_path, m
     assert calls == [3, 1, 2] and [(row["x"], row["y"]) for row in rows] == [(2, 4), (1, 1), (3, 9)]
     assert re.fullmatch("[0-9a-f]{7,}", rows[2]["commit"]) and rows[0].items() >= common.provenance().items()
     (tmp_path / "code.py").write_text("2\n")
+    subprocess.run(["git", "add", "code.py"], cwd=tmp_path, check=True)
     common.run_all("mine", [{"x": 4}], lambda _, x: {"y": x * x})
     commits = [row["commit"] for row in common.load("mine")]
     assert commits == [f"{commits[1]}-dirty", *3 * [commits[1]]]

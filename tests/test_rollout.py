@@ -349,3 +349,12 @@ def test_ids_stay_as_they_were_sampled(tool):
     rollout, _ = generate_with(tool, "llama", prompts=[[2, 3]] * 400, **flags)
     before, after = rollout["sequences"][:, 2:-1], rollout["sequences"][:, 3:]
     assert ((before == 2) & (after == 3)).any()
+
+
+def test_an_added_token_can_end_a_call(monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["</call>"])
+    monkeypatch.setattr(reinforce_pp_tools, "load_function", lambda name: None)
+    monkeypatch.setattr(reinforce_pp_tools.load_tool, "end_ids", [], raising=False)
+    reinforce_pp_tools.load_tool(reinforce_pp_tools.Args(device="cpu", call_end="</call>"), tokenizer)
+    assert reinforce_pp_tools.load_tool.end_ids == [tokenizer.convert_tokens_to_ids("</call>")]

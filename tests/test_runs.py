@@ -8,6 +8,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -405,3 +406,12 @@ def test_a_second_process_is_refused(tmp_path, capsys):
         said = refused(capsys, run, "grpo", **SHORT | {"num_iterations": 3}, run_dir=tmp_path)
     assert f"--run_dir {tmp_path}: another process is training in it" in said
     assert before == files_of(tmp_path)
+
+
+def test_two_runs_of_a_minute_have_two_folders(tmp_path, monkeypatch):
+    clock, strftime = iter(range(100)), time.strftime
+    monkeypatch.setattr(grpo.time, "strftime", lambda form: strftime(form, time.gmtime(next(clock))))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run("grpo", model=ROOT / "toy" / "policy", dataset=ROOT / "toy" / "train.jsonl", num_iterations=1)
+    assert len([*tmp_path.glob("runs/grpo__1__*")]) == 2

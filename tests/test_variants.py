@@ -492,3 +492,18 @@ def test_both_sides_of_the_asynchronous_script_wait_for_the_slowest_reward(monke
     monkeypatch.setattr(flash_async.dist, "new_group", lambda side, timeout, *_, **__: waits.append(timeout))
     flash_async.start_ranks(flash_async.Args(device="cpu"))
     assert [x.total_seconds() >= 3600 for x in waits] == [True, True]
+
+
+def test_the_seconds_of_a_sampler_do_not_include_its_wait(monkeypatch):
+    """On a stand-in for the clock, weights take 100 seconds to arrive, and sampling takes 7."""
+    clock, sent, policy = [0.0], [], torch.nn.Linear(1, 1)
+    tick = lambda seconds, x=None: clock.append(clock[-1] + seconds) or x  # noqa: E731
+    stand_ins = {"RANK": flash_async.SIDE[0], "TRAINERS": range(1), "generate": lambda *_: tick(7, {})}
+    stand_ins |= {"score": lambda *_: tick(1000), "receive": lambda _: tick(100, policy.state_dict())}
+    stand_ins["send"] = lambda message, _: sent.append(message["seconds"]) or []
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(flash_async, name, stand_in)
+    monkeypatch.setattr(flash_async.time, "perf_counter", lambda: clock[-1])
+    args = flash_async.Args(device="cpu", staleness=0, num_iterations=2, batch_size=8)
+    flash_async.sample(args, policy, None, None, [{"prompt_ids": [1]}] * 8, 0)
+    assert sent == [(0, 7), (100, 7)]  # waited, sampled
