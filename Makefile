@@ -34,7 +34,8 @@ results: .venv/scripts .venv/group-test experiments/results/demo.txt
 		"toy.py norms" "toy.py process" "toy.py tools" grid.py seeds.py; do .venv/bin/python experiments/$$name || exit 1; done
 
 experiments/results/demo.txt:
-	.venv/bin/python reinforce.py --device cpu | grep -A 1 "^held out" > $@
+	.venv/bin/python reinforce.py --device cpu > $@.tmp
+	grep -A 1 "^held out" $@.tmp > $@
 
 # make pictures: draw the pictures of README.md and docs/ again.
 pictures: .venv/scripts .venv/group-test

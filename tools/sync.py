@@ -330,14 +330,14 @@ def sync(root: Path = ROOT) -> int:
     before = "".join(texts.values())
     new_groups = groups
     for package, version in re.findall(r"^(\w+)==(\S+)", requirements, re.MULTILINE):
-        for old in {
-            *re.findall(f'"{package}==([^"]*)"', before)
-        }:  # a group may have another version on purpose
+        # Only where a group has the version of the scripts, because it may have another one on purpose
+        for old in set(re.findall(f'"{package}==([^"]*)"', before)):
             new_groups = new_groups.replace(f'"{package}=={old}"', f'"{package}=={version}"')
     if new_groups != groups:
         (root / "pyproject.toml").write_text(new_groups)
         print("pyproject.toml: updated")
-    return int(any([*lost.values(), *own.values(), refresh_patches(root)]))
+    misfits = refresh_patches(root)
+    return int(any([*lost.values(), *own.values(), misfits]))
 
 
 def refresh_patches(root: Path) -> list[str]:
@@ -347,11 +347,11 @@ def refresh_patches(root: Path) -> list[str]:
         diff = path.read_text()
         file = root / re.search(r"^--- a/(.+)$", diff, re.MULTILINE)[1]
         source, fresh, shift = file.read_text(), diff[: diff.index("\n@@ ") + 1], 0
+        here = [f" {line}" for line in source.splitlines(True)]
         try:
             for hunk in HUNK.findall(diff):
                 number, first, last, lines = find(source, hunk, f"{path.name} no longer fits {file.name}")
                 end = number + sum(x[0] != "+" for x in lines)
-                here = [f" {line}" for line in source.splitlines(True)]
                 lines = [*here[number - first : number], *lines, *here[end : end + last]]
                 old, new = (sum(x[0] != skip for x in lines) for skip in "+-")
                 start = number - first + 1
